@@ -1,5 +1,6 @@
 """The token bridge: conversations whose template rewrites earlier turns stay one row."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tiny_models import byte_tokenizer
 from insitu.advantages.estimator import rows_of
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.protocols.openai.bridge import Continuation, bridged_prompt
+from insitu.capture.ledger import OUTSIDE, CallLedger
+from insitu.schemas.episodes import ModelCall
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import PolicyConfig, connect
 
@@ -25,14 +28,17 @@ CALL = ("weather", {"city": "Bérn", "days": 2})
 
 
 def bridge(
-    template: str, family: str, answer: dict[str, Any], *, ended: bool = True
+    template: str, family: str, answer: dict[str, Any], *, ended: bool = True, sent: dict[str, Any] | None = None
 ) -> tuple[list[int], list[int] | None, list[int]]:
-    """What was sampled of a conversation, the bridged prompt of its next turn, and that of the template."""
+    """What was sampled of a conversation, the bridged prompt of its next turn, and that of the template.
+
+    `sent` is the answer as the template gets it, if not as it is.
+    """
     tokenizer = ChatTokenizer(byte_tokenizer(template))
     prompt, text = completion(FAMILIES[family], answer)
     sampled = tokenizer.encode(prompt + text + (END if ended else ""), add_special_tokens=False)
     role = "tool" if answer["tool_calls"] else "user"
-    messages = [QUESTION, answer, {"role": role, "content": "And now?", "tool_call_id": "call00000"}]
+    messages = [QUESTION, sent or answer, {"role": role, "content": "And now?", "tool_call_id": "call00000"}]
     continuation = Continuation(token_ids=sampled, num_messages=2)
     bridged = bridged_prompt(continuation, messages, lambda them: tokenizer.render(them, TOOLS), tokenizer)
     return sampled, bridged, tokenizer.render_prompt(messages, TOOLS)
@@ -55,6 +61,16 @@ def test_what_the_template_drops_stays(calls):
     assert bridged is not None
     assert bridged[: len(sampled)] == sampled
     assert rendered[-(len(bridged) - len(sampled)) :] == bridged[len(sampled) :]
+
+
+def test_a_template_that_adds_arguments_to_text_gets_text():
+    source = FAMILIES["hermes"].source
+    adds = source.replace("c.function.arguments | tojson", "'' + c.function.arguments")
+    answer = message("", [CALL])
+    (call,) = answer["tool_calls"]
+    function = call["function"] | {"arguments": json.dumps(CALL[1], ensure_ascii=False)}
+    _, bridged, rendered = bridge(adds, "hermes", answer, sent=answer | {"tool_calls": [call | {"function": function}]})
+    assert bridged == rendered == bridge(source, "hermes", answer)[1]
 
 
 def test_an_answer_that_was_cut_off_is_ended_by_the_template():
@@ -97,3 +113,20 @@ def test_a_backend_that_does_not_know_it_is_refused() -> None:
     done = run("validate", example, "-o", "llms.player", policy)
     assert done.returncode == 2
     assert "llms.player.token_bridge is true, but the backend of nemo_customizer_trainer_adapter" in done.stderr
+
+
+def test_what_was_sampled_has_the_reasoning_that_the_agent_sends_back() -> None:
+    def answer(reasoning: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": "5", "reasoning_content": reasoning}
+
+    ledger = CallLedger(training=True)
+    for index, reasoning in enumerate(("wrong", "right")):
+        sampled: Any = {"prompt_token_ids": [1], "token_ids": [index], "message": answer(reasoning)}
+        ledger.record([ModelCall(index, model="m", messages=[QUESTION], llm="p", **sampled)], OUTSIDE)
+
+    def continued(message: dict[str, Any]) -> ModelCall | None:
+        return ledger.continued([QUESTION, message, QUESTION], "p")
+
+    assert continued(answer("right")) is ledger.calls[1]
+    assert continued(answer("other")) is None
+    assert continued({"role": "assistant", "content": "5"}) is ledger.calls[0]

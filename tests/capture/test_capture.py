@@ -165,10 +165,11 @@ async def test_another_fault_of_a_request_is_not_taken_for_a_refusal() -> None:
     not_allowed = b'{"error": {"message": "You are not allowed to request logprobs from this model"}}'
     assert not begun(Needs.LOGPROBS)[0].must_resend(403, not_allowed)
     assert begun(Needs.GIVEN)[0].must_resend(403, not_allowed)
-    for _ in range(2):
-        assert exchange.must_resend(422, orjson.dumps({"detail": [{"msg": "temperature", "input": sent}]}))
-        sent = orjson.loads(exchange.content)
     assert not exchange.must_resend(422, orjson.dumps({"detail": [{"msg": "temperature", "input": sent}]}))
+    for _ in range(2):
+        assert exchange.must_resend(422, orjson.dumps({"detail": "temperature", "body": sent}))
+        sent = orjson.loads(exchange.content)
+    assert not exchange.must_resend(422, orjson.dumps({"detail": "temperature", "body": sent}))
     assert recorder.refused == frozenset()
     recorder.note_refusal("token ids", b"")
     assert "return_token_ids" not in begun(Needs.LOGPROBS)[1]

@@ -1,7 +1,9 @@
 """The clients that frameworks use: each call goes to the configured model with its parameters, in any dialect."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,10 +13,12 @@ from anthropic import BadRequestError
 from factories import connected
 from fake_openai import FakeOpenAI, encode
 
-from insitu.agents.frameworks import ToolSteps, async_client, sync_client
+from insitu.agents.frameworks import FunctionTool, ToolSteps, async_client, sync_client
 from insitu.integrations.frameworks import anthropic
+from insitu.schemas.components import FunctionBaseConfig
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.event_loop import run_async
+from insitu.workflow.functions import as_function
 
 
 def ask(text: str) -> Any:
@@ -54,6 +58,18 @@ async def test_sampling_parameters_that_an_agent_sends_itself(server: FakeOpenAI
     else:
         assert [one["temperature"] for one in sent] == [0] * 5
         assert [one["max_tokens"] for one in sent] == [40, None, None, 9, 9]
+
+
+async def test_null_is_no_parameter_that_an_agent_sends(server: FakeOpenAI) -> None:
+    async with connected(server, max_retries=0, temperature=0.5, max_tokens=40) as plain:
+        nulls: Any = {"temperature": None, "max_tokens": None, "max_completion_tokens": None}
+        with EpisodeScope() as scope:
+            await async_client(plain).chat.completions.create(model="m", messages=ask("hi"), **nulls)
+            nulls["max_completion_tokens"] = 9
+            await async_client(plain).chat.completions.create(model="m", messages=ask("ho"), **nulls)
+    first, second = (call.sampling for call in scope.calls)
+    assert (first["temperature"], first["max_tokens"]) == (0.5, 40)
+    assert (second["temperature"], second["max_completion_tokens"], "max_tokens" in second) == (0.5, 9, False)
 
 
 async def test_an_agent_that_closes_a_client_closes_it_for_no_other_episode(server: FakeOpenAI) -> None:
@@ -168,3 +184,40 @@ def test_tool_runs_are_steps_of_the_episode_they_began_in() -> None:
     assert [scope.steps[number].payload.metadata["error"] for number in (3, 5)] == ["ValueError('dark')", "'foggy'"]
     with tools.around("look", {}) as returned:
         returned("outside an episode it goes nowhere")
+
+
+def test_a_tool_run_that_does_not_end_keeps_no_episode_in_memory() -> None:
+    tools = ToolSteps("mine")
+    with EpisodeScope() as scope:
+        tools.start("a", "look", {"at": "sea"})
+    episode = weakref.ref(scope)
+    del scope
+    gc.collect()
+    assert episode() is None
+    tools.end("a", "blue")
+
+
+async def name_of(record: dict) -> str:  # type: ignore[type-arg]
+    return repr(record)
+
+
+async def untyped(x) -> str:  # type: ignore[no-untyped-def]
+    return repr(x)
+
+
+async def optional(x: str | None = None) -> str:
+    return repr(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "got"),
+    [
+        (name_of, {"record": {"a": 1}}, {"a": 1}),
+        (untyped, {"x": "Bern"}, "Bern"),
+        (optional, {"x": "Bern"}, "Bern"),
+        (optional, {}, None),
+    ],
+)
+async def test_a_tool_gets_its_arguments_by_name(function: Any, arguments: dict[str, Any], got: Any) -> None:
+    tool = FunctionTool(as_function("f", FunctionBaseConfig(), function), "mine")
+    assert await tool.run(**arguments) == repr(got)

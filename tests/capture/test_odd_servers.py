@@ -1,10 +1,11 @@
 """Servers that spell their answers in their own ways, or wrongly: what is recorded, and what clients make of it."""
 
+import asyncio
 import codecs
 import json
 import math
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
 import anthropic
@@ -13,9 +14,12 @@ import openai
 import pytest
 from aiohttp import web
 from test_gateway import KINDS, ask, claude, gateway_to, plain, post, text_by
+from waiting import hang, until
 
 from insitu.collect.episodes import AttemptResult, EpisodeOptions, in_process
 from insitu.gateway.endpoint import EpisodeEndpoint
+from insitu.integrations.frameworks.anthropic import make_llm as claude_of
+from insitu.integrations.frameworks.anthropic import sync_client as blocking_claude
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.wire.http_format import COMPACT
@@ -280,6 +284,23 @@ async def test_a_failure_told_in_a_stream_reaches_an_agent_of_this_process() -> 
     assert events[-1].message == "boom"
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_half_an_answer_is_none_for_an_agent_of_this_process(blocking: bool) -> None:
+    def read(client: anthropic.Anthropic) -> None:
+        with client.messages.stream(**asked) as events:
+            events.until_done()
+
+    async def read_async(client: anthropic.AsyncAnthropic) -> None:
+        async with client.messages.stream(**asked) as events:
+            await events.until_done()
+
+    asked: Any = {"model": "m", "max_tokens": 9, "messages": ask("hi")}
+    async with model_at(PLAIN[: PLAIN.index(b'"finish_reason": "stop"')]) as llm:
+        reading = asyncio.to_thread(read, blocking_claude(llm)) if blocking else read_async(claude_of(llm))
+        with EpisodeScope(), pytest.raises(anthropic.APIError, match="ended before all choices were finished"):
+            await reading
+
+
 def logprobs(*values: Any) -> dict[str, Any]:
     return {"content": [{"token": "x", "logprob": value, "bytes": None, "top_logprobs": []} for value in values]}
 
@@ -357,6 +378,13 @@ async def test_an_unreadable_answer_is_the_servers_fault(kind: str, body: bytes)
     assert (episode.outcome, episode.reason, transient) == ("failed", "backend_error", True)
 
 
+QUOTED = (
+    "[{'type': 'value_error', 'loc': ('body',), 'msg': 'Value error, `tools` must be set.', "
+    "'input': {'messages': [], 'logprobs': True, 'return_token_ids': True}}]"
+)
+"""As vLLM quotes the whole request, with what insitu has added."""
+
+
 @pytest.mark.parametrize(
     ("request_", "message", "reason"),
     [
@@ -366,6 +394,7 @@ async def test_an_unreadable_answer_is_the_servers_fault(kind: str, body: bytes)
         ({}, "this model's maximum context length is 9 tokens", "workflow_error"),
         ({}, "a message is wrong (quoted: 'return_token_ids and logprobs')", "workflow_error"),
         ({}, "logprobs are not enabled", "capture_error"),
+        ({}, QUOTED, "workflow_error"),
         ({}, "unknown field return_token_ids", "capture_error"),
     ],
 )
@@ -401,6 +430,42 @@ async def test_a_redirect_to_another_server_gets_no_prompt(by: str, streamed: bo
                 if client is not llm.client:
                     await client.close()
     assert got == []
+
+
+async def test_a_model_server_gets_no_cookies_of_another_episode() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        got.append(request.headers.get("Cookie"))
+        response = web.json_response({"choices": [CHOICE]})
+        response.set_cookie("replica", "1")
+        return response
+
+    got: list[str | None] = []
+    async with server_of(answer) as url:
+        config = OpenAIConfig(model_name="m", base_url=f"{url}/v1", max_retries=0)
+        async with aclosing(connect("player", config, "m", f"{url}/v1", "none")) as llm:
+            for _ in range(2):
+                with EpisodeScope():
+                    await llm.complete(ask("hi"))
+    assert got == [None, None]
+
+
+@pytest.mark.parametrize("by", ["an agent of this process", "the gateway"])
+async def test_a_stream_that_its_agent_leaves_is_no_fault_of_the_server(by: str) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b": not yet\n\n")
+        await hang()
+        return response
+
+    async with server_of(answer) as url:
+        config = OpenAIConfig(model_name="m", base_url=f"{url}/v1", max_retries=0)
+        async with aclosing(connect("player", config, "m", f"{url}/v1", "none")) as llm, gateway_to(llm) as gateway:
+            with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
+                async with plain(door) if by == "the gateway" else nullcontext(llm.client) as client:
+                    await (await client.chat.completions.create(model="m", messages=ask("hi"), stream=True)).close()
+                await until(lambda: scope.ledger.failed_attempts)
+    assert (scope.ledger.failed_attempts, scope.ledger.server_failure) == ({"empty stream": 1}, None)
 
 
 async def test_a_stream_without_line_ends_has_a_limit() -> None:

@@ -245,6 +245,18 @@ async def test_a_redirect_of_a_service_gets_no_row(tmp_path: Path, server: FakeO
     assert got == []
 
 
+async def test_a_service_gets_no_cookies_of_another_episode(tmp_path: Path, server: FakeOpenAI) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        response = web.json_response({"output": dict(request.cookies)})
+        response.set_cookie("session", "1")
+        return response
+
+    async with service(answer) as url:
+        url = url.replace("127.0.0.1", "localhost")  # clients keep no cookies of addresses
+        async with workflow(tmp_path, server.base_url, {"_type": "http", "url": url}) as program:
+            assert [await program.ainvoke("hi") for _ in range(2)] == [{}, {}]
+
+
 async def test_an_echoed_key_of_an_episode_is_not_kept(tmp_path: Path, server: FakeOpenAI) -> None:
     """In what is printed and stored, also when its episode is over."""
 

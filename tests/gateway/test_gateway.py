@@ -19,6 +19,7 @@ import anthropic
 import openai
 import psutil
 import pytest
+from aiohttp import web
 from factories import model_client
 from fake_openai import FakeOpenAI, encode, logprob
 from marks import slow_after, slow_but
@@ -282,6 +283,41 @@ async def test_what_is_no_call_is_forwarded(server: FakeOpenAI) -> None:
                 with pytest.raises(openai.NotFoundError):  # the server's own 404: it has no such route
                     await client.embeddings.create(model="x", input="hi")
     assert scope.calls == []
+
+
+async def test_small_requests_that_are_forwarded_are_many_at_once() -> None:
+    """Without a body, or with one whose length is unknown at first; the server does not get the episode's key."""
+
+    async def answer(request: web.Request) -> web.Response:
+        await request.read()
+        got.append("X-Session-ID" in request.headers)
+        if len(got) == 20:
+            all_there.set()
+        async with asyncio.timeout(20):
+            await all_there.wait()
+        return web.Response()
+
+    async def status(session: aiohttp.ClientSession, method: str, body: AsyncIterator[bytes] | None = None) -> int:
+        headers = {"X-Session-ID": "trace"}
+        async with session.request(method, f"{gateway.session_url}/files", data=body, headers=headers) as response:
+            return response.status
+
+    got: list[bool] = []
+    all_there = asyncio.Event()
+    app = web.Application()
+    app.router.add_route("*", "/v1/files", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    llm = model_client(f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
+    async with gateway_to(llm) as gateway, aiohttp.ClientSession() as session:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
+            gateway.add_session(door, "trace")
+            asked = [status(session, "GET") for _ in range(10)]
+            asked += [status(session, "POST", _pieces(b"hi")) for _ in range(10)]
+            assert await asyncio.gather(*asked) == [200] * 20
+    await runner.cleanup()
+    assert not any(got)
 
 
 @pytest.mark.parametrize("dialect", KINDS)

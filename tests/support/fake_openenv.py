@@ -30,6 +30,7 @@ class FakeOpenEnv:
         self.limit, self.open, self.most, self.refused = limit, 0, 0, 0
         self.resets: list[dict[str, Any]] = []
         self.actions: list[dict[str, Any]] = []
+        self.cookies: list[dict[str, str]] = []
         self.failures = Counter[str]()
         self._refusals, self._accepts = 0, True
         self.url = ""
@@ -66,7 +67,9 @@ class FakeOpenEnv:
     async def _session(self, request: web.Request) -> web.WebSocketResponse:
         if not self._accepts:
             await hang()
+        self.cookies.append(dict(request.cookies))
         socket = web.WebSocketResponse()
+        socket.set_cookie("session", "1")
         await socket.prepare(request)
         if self.open >= self.limit:
             self.refused += 1

@@ -2,7 +2,8 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from datetime import date
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -68,6 +69,9 @@ async def test_a_value_that_does_not_fit_is_told_with_function_and_types() -> No
         (dict, '{"a": 1}', {"a": 1}),
         (dict[str, Any], Order(item="fig"), {"item": "fig", "count": 1}),
         (Order | None, None, None),
+        (Literal["C", "F"] | None, "C", "C"),
+        (date, "2026-01-02", date(2026, 1, 2)),
+        (IntermediateStepType, "LLM_END", IntermediateStepType.LLM_END),
         (Any, Order(item="fig"), Order(item="fig")),
     ],
 )

@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from pydantic import BaseModel
 
@@ -43,7 +44,7 @@ from insitu.capture.ledger import current_call_site
 from insitu.schemas.steps import IntermediateStepCategory as Category
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, StreamEventData, TraceMetadata
 from insitu.workflow.context import EpisodeScope, current_scope
-from insitu.workflow.functions import Function
+from insitu.workflow.functions import Arguments, Function
 from insitu.workflow.llms import ModelClient, http_library, lasting
 
 if TYPE_CHECKING:
@@ -100,7 +101,6 @@ def push(
 
 
 class _Run(NamedTuple):
-    scope: EpisodeScope
     name: str | None
     input: Any
 
@@ -113,19 +113,23 @@ class RunSteps:
 
     def __init__(self, framework: str) -> None:
         self._framework = framework
-        self._open: dict[str, _Run] = {}
+        # Runs that are not ended, as those of cancelled calls may be, do not keep their episode in memory.
+        self._scopes: WeakValueDictionary[str, EpisodeScope] = WeakValueDictionary()
+        self._open: WeakKeyDictionary[EpisodeScope, dict[str, _Run]] = WeakKeyDictionary()
 
     def _start(self, run_id: object, name: str | None, value: Any, metadata: TraceMetadata | None) -> None:
         if (scope := current_scope()) is not None:
-            self._open[str(run_id)] = _Run(scope, name, value)
+            self._scopes[str(run_id)] = scope
+            self._open.setdefault(scope, {})[str(run_id)] = _Run(name, value)
             push(self._framework, self.types[0], run_id, name, StreamEventData(input=value), scope, metadata=metadata)
 
     def _end(self, run_id: object, error: str | None, metadata: dict[str, Any], data: Any, **others: Any) -> None:
         """Pushes name and input as in the start, with the error or `metadata`. Ignores runs without a start."""
-        if (run := self._open.pop(str(run_id), None)) is not None:
+        if (scope := self._scopes.pop(str(run_id), None)) is not None:
+            run = self._open[scope].pop(str(run_id))
             data = StreamEventData(**{"input": run.input, **data})
             fields: Any = {"error": error} if error is not None else TraceMetadata.model_construct(**metadata)
-            push(self._framework, self.types[1], run_id, run.name, data, run.scope, metadata=fields, **others)
+            push(self._framework, self.types[1], run_id, run.name, data, scope, metadata=fields, **others)
 
 
 class ToolSteps(RunSteps):
@@ -179,7 +183,7 @@ class FunctionTool:
         self.schema: type[BaseModel] = function.input_schema
 
         async def run(*args: Any, **kwargs: Any) -> Any:
-            arguments = dict(signature.bind(*args, **kwargs).arguments)
+            arguments = Arguments(signature.bind(*args, **kwargs).arguments)
             scope = current_scope()
             around = scope.step_manager.innermost(current_call_site.get()) if scope is not None else None
             if around is not None and around.category is Category.TOOL:

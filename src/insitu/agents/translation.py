@@ -109,14 +109,14 @@ class _TranslatedStream:
             yield self._translator.feed(chunk)
             if self._translator.failure is not None:
                 break
-        yield self._translator.end()
+        yield self._translator.end(self._stream.failure)
 
     def __iter__(self) -> Iterator[bytes]:
         for chunk in self._stream:
             yield self._translator.feed(chunk)
             if self._translator.failure is not None:
                 break
-        yield self._translator.end()
+        yield self._translator.end(self._stream.failure)
 
     async def aclose(self) -> None:
         await self._stream.aclose()

@@ -330,6 +330,12 @@ def _is_continued(call: ModelCall, messages: Sequence[dict[str, Any]]) -> bool:
     if len(messages) <= count + 1 or list(messages[:count]) != call.messages or call.message is None:
         return False
     answer = messages[count]
+    if (reasoning := _reasoning(answer)) and reasoning != _reasoning(call.message):
+        return False
     return answer.get("role") == "assistant" and all(
         (answer.get(key) or None) == (call.message.get(key) or None) for key in ("content", "tool_calls")
     )
+
+
+def _reasoning(message: dict[str, Any]) -> Any:
+    return message.get("reasoning_content") or message.get("reasoning")

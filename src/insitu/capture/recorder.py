@@ -39,6 +39,8 @@ _NON_SAMPLING_FIELDS = frozenset((_BRIDGE, "model", "messages", "prompt", "tools
 _SHAPING = ("logprobs_processed", "structured_outputs")
 """Says of a choice whether the request changed its logprobs, and by which grammar of forced calls."""
 _NAMES_LOGPROBS = re.compile(rb"(?<!top_)logprobs")
+_QUOTED_REQUEST = re.compile(rb"""['"]input\\*['"]: *\{""")
+"""Where an error of validation begins to quote the whole request, and with it what only insitu requested."""
 _NEEDED_FROM = {"token ids": Needs.TOKEN_IDS, "logprobs": Needs.LOGPROBS}
 _OPTIONS = {"token ids": "return_token_ids", "logprobs": "logprobs"}
 _REFUSALS = frozenset((400, 403, 422))
@@ -239,6 +241,7 @@ class Exchange:
     def _rejected_option(self, error: bytes) -> str | None:
         """What only insitu requested, if the error is about that; other bad requests are the agent's."""
         about = error_param(error)  # the text may quote what the agent has sent
+        error = _QUOTED_REQUEST.split(error, maxsplit=1)[0]
         asks_ids = self._strips_token_ids and "return_token_ids" in self._body
         if asks_ids and (about == "return_token_ids" if about else b"return_token_ids" in error):
             return "token ids"
@@ -258,8 +261,9 @@ class Exchange:
         assert self._stream is not None
         if not self._pending:
             return error
+        told = self._stream.error or self._stream.malformed_event
+        failure = (error if by_server else None) or told
         error = error or self._stream.error
-        failure = (error or self._stream.malformed_event) if by_server else None
         if error is None and not self.all_choices_finished:
             error = "the stream ended before all choices were finished"
         try:
@@ -267,7 +271,7 @@ class Exchange:
             if response["choices"] or self._ledger.closed:
                 self._record(response, headers, error)
             else:
-                self.fail("empty stream", by_server=True)
+                self.fail("empty stream", by_server=by_server or told is not None)
         except MALFORMED as malformed:
             self.fail("malformed response", by_server=True)
             error = f"the stream cannot be parsed: {malformed!r}"

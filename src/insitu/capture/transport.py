@@ -89,6 +89,7 @@ class _RecordingTransport:
         if exchange is None:
             answer = self._sync_transport.handle_request(request)
             answer.headers.update(self._retry(answer.status_code))
+            answer.stream = self.stream(answer.stream, answer.headers, None)
             return answer
         headers = [pair for pair in request.headers.raw if pair[0].lower() not in (*_REWRITTEN, b"accept-encoding")]
         if accept := exchange.headers.get("Accept"):
@@ -175,6 +176,8 @@ class _RecordedStream:
     exchange: Exchange | None
     request: Any = None
     cleanup: AsyncExitStack = field(default_factory=AsyncExitStack)
+    failure: str | None = None
+    """Why the response is incomplete, if it is."""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
@@ -211,16 +214,16 @@ class _RecordedStream:
             self.body.release()
         else:
             self.body.close()  # with its unread rest the connection cannot be reused
-        self._end()
+        self._end(by_server=False)
         await self.cleanup.aclose()
 
     def close(self) -> None:
         self.body.close()
-        self._end()
+        self._end(by_server=False)
 
-    def _end(self, error: str | None = None) -> None:
+    def _end(self, error: str | None = None, *, by_server: bool = True) -> None:
         if self.exchange is not None:
-            self.exchange.end(self.headers, error)
+            self.failure = self.exchange.end(self.headers, error, by_server=by_server) or self.failure
 
 
 def _left_out(request: Any, status: int, headers: Mapping[str, str]) -> frozenset[bytes]:

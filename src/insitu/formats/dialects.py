@@ -52,16 +52,17 @@ class Translation(ABC):
         return error_body(message, status, param, code)
 
     def completion_request(self, params: dict[str, Any], model: str) -> dict[str, Any]:
-        """The request for the server: the agent's, plus the configured `params` that it does not set."""
+        """The request for the server: the agent's, plus the configured `params` that it does not set, or to null."""
         params = dict(params)
         further = params.pop("extra_body", {})
         if self.route == CHAT:
             params |= further
         if self.route == TEXT and params.pop("logprobs", False):  # the number of alternatives in this API
             params["logprobs"] = params.pop("top_logprobs", 0)
-        if "max_completion_tokens" in self.request and "max_tokens" not in self.request:
+        request = {name: value for name, value in self.request.items() if value is not None or name not in params}
+        if request.get("max_completion_tokens") is not None and "max_tokens" not in request:
             params.pop("max_tokens", None)  # the agent has set the same limit by its newer name
-        return {**params, **self.request, "model": model}
+        return {**params, **request, "model": model}
 
 
 class ChatTranslation(Translation):

@@ -392,6 +392,6 @@ async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[Func
     connector = aiohttp.TCPConnector(limit=0)  # the number of concurrent episodes is limited elsewhere
     async with (
         await new_gateway(config, builder) as gateway,
-        aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
+        aiohttp.ClientSession(timeout=timeout, connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as session,
     ):
         yield FunctionInfo.from_fn(run, description=f"Asks {config.url}")

@@ -30,7 +30,7 @@ _NOT_FORWARDED = frozenset(
     (
         *("connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
         *("transfer-encoding", "upgrade", "host", "content-length", "accept-encoding", "expect", "alt-svc"),
-        *("authorization", "x-api-key", "api-key", "x-goog-api-key"),
+        *("authorization", "x-api-key", "api-key", "x-goog-api-key", "x-session-id"),
     )
 )
 """Hop-by-hop headers, and credentials: the API key of an agent is that of its endpoint."""
@@ -45,6 +45,8 @@ class Route(NamedTuple):
 
 def largest_body(request: web.BaseRequest) -> int:
     """How many bytes the body of a request may have once it has been read."""
+    if not request.body_exists:
+        return 0
     is_plain = "Content-Encoding" not in request.headers
     return min(length, MAX_BODY) if is_plain and (length := request.content_length) is not None else MAX_BODY
 

@@ -245,7 +245,9 @@ class Gateway:
         if "websocket" in request.headers.get("Upgrade", "").lower():
             raise RequestRefused("websockets are not supported; use POST", code="unsupported")
         if request.method != "POST" or route.text not in dialects():
-            return await self._forward(request, route, await read_body(request, MAX_BODY))
+            body = await read_body(request, MAX_BODY)
+            hold(len(body))
+            return await self._forward(request, route, body)
         body = await read_body(request, MAX_BODY, decompress=True)
         hold(max(proxy.memory_of(body), endpoint.remembered))
         memory = endpoint.memories.setdefault(dialect, {})

@@ -13,12 +13,12 @@ import inspect
 import types
 import typing
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Self, Union
 
-from pydantic import BaseModel, PydanticUserError, TypeAdapter, create_model
+from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError, create_model
 from pydantic_core import to_json
 
 from insitu.capture.ledger import current_call_site
@@ -30,6 +30,10 @@ from insitu.wire.json_values import json_form
 from insitu.workflow.context import current_episode
 
 Converter = Callable[[Any], Any]
+
+
+class Arguments(dict[str, Any]):
+    """An input that has the fields of a function's schema, also where the function takes any dict."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,13 @@ def convert(value: Any, wanted: Any) -> Any:
     if isinstance(value, BaseModel):
         value = value.model_dump()
     if isinstance(value, str | bytes) and (is_model(wanted) or wanted not in (int, float, bool)):
-        return adapter.validate_json(value)
+        try:
+            return adapter.validate_json(value)
+        except ValidationError:
+            with suppress(ValidationError):  # a date or a member of an enumeration, for example, is text itself
+                if not is_model(wanted):
+                    return adapter.validate_python(value)
+            raise
     return adapter.validate_python(value)
 
 
@@ -277,12 +287,17 @@ class Function:
         if not signature.parameters:
             return (), {}
         ((name, annotation),) = signature.parameters.items()
+        if not value and isinstance(value, Arguments) and signature.declared is None and not is_model(annotation):
+            return (), {}
         argument = self._convert(self._unwrapped(value, name, annotation), annotation, "takes")
         return ((), {name: argument}) if signature.by_name else ((argument,), {})
 
     def _unwrapped(self, value: Any, name: str, annotation: Any) -> Any:
         """The single field of an input in the form of the function's schema (arguments of a tool call, for example)."""
-        if not isinstance(value, dict | BaseModel) or is_model(annotation) or fits(value, annotation):
+        if not isinstance(value, dict | BaseModel) or is_model(annotation):
+            return value
+        by_name = isinstance(value, Arguments) and self.input_schema.model_fields.keys() == {name}
+        if not by_name and fits(value, annotation):
             return value
         declared = self._signature.declared
         if declared is not None:

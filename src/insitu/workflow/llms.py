@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cache, partial
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import orjson
@@ -258,7 +259,8 @@ def _lasting(client: type) -> type:
 
 def lasting(client: Any, transport: Any, closers: list[Callable[[], Any]]) -> Any:
     """An HTTP client of all episodes, which none of them can close: the builder does, with its `closers`."""
-    made = _lasting(client)(transport=transport, follow_redirects=True)
+    no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))  # an episode would send those of another
+    made = _lasting(client)(transport=transport, follow_redirects=True, cookies=no_cookies)
     closers.append(partial(client.aclose if hasattr(client, "aclose") else client.close, made))
     return made
 

@@ -126,6 +126,16 @@ async def test_a_message_that_nothing_asked_for_shifts_no_reward(write: Any, ser
     assert "before step, a message came that nothing had asked for" in (episode.error or "")
 
 
+async def test_a_session_sends_no_cookies_of_another(write: Any, server: FakeOpenAI) -> None:
+    environment = FakeOpenEnv()
+    async with environment.listening() as url:
+        named = url.replace("127.0.0.1", "localhost")  # clients keep no cookies of addresses
+        async with Builder(load_config(project(write, server, url=named))) as builder:
+            for _ in range(2):
+                await play(builder, row())
+    assert environment.cookies == [{}, {}]
+
+
 async def test_a_redirect_gets_no_secret(write: Any, server: FakeOpenAI) -> None:
     environment = FakeOpenEnv()
     async with environment.listening() as url:

@@ -62,7 +62,8 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
     if not calls:
         return message | {"content": f"{message.get('content') or ''}{_MARK}"}
     function = calls[-1].get("function") or {}
-    return message | {"tool_calls": [*calls[:-1], calls[-1] | {"function": function | {"arguments": {_MARK: _MARK}}}]}
+    mark = f'{{"{_MARK}": "{_MARK}"}}' if isinstance(function.get("arguments"), str) else {_MARK: _MARK}
+    return message | {"tool_calls": [*calls[:-1], calls[-1] | {"function": function | {"arguments": mark}}]}
 
 
 def _common_end(first: str, second: str) -> str:

@@ -169,7 +169,10 @@ class EnvironmentServer:
         trace = aiohttp.TraceConfig()
         trace.on_request_redirect.append(_refuse_redirect)
         connector = aiohttp.TCPConnector(limit=0)
-        http = aiohttp.ClientSession(headers=dict(self.headers), connector=connector, trace_configs=[trace])
+        cookies = aiohttp.DummyCookieJar()  # a session would send those of another
+        http = aiohttp.ClientSession(
+            headers=dict(self.headers), connector=connector, cookie_jar=cookies, trace_configs=[trace]
+        )
         async with temporary_folder() if self.command else nullcontext(Path()) as self._logs, http as self._http:
             try:
                 yield self
