@@ -162,20 +162,21 @@ async def test_what_is_known_of_earlier_epochs_is_a_line_each(tmp_path: Path, co
 
 
 @pytest.mark.parametrize(
-    ("reasons", "submitted", "kept"),
+    ("status", "reasons", "submitted", "kept"),
     [
-        ([DropReason.EVALUATOR_ERROR] * 2, 0, 0),  # the run has failed, and would again
-        ([DropReason.EVALUATOR_ERROR, None], 0, 2),
-        ([DropReason.EVALUATOR_ERROR] * 2, 1, 2),  # it is all that the job got
+        ("failed", [DropReason.EVALUATOR_ERROR] * 2, 0, 0),  # and would fail again
+        ("failed", [DropReason.EVALUATOR_ERROR, None], 0, 2),
+        ("failed", [DropReason.EVALUATOR_ERROR] * 2, 1, 2),  # it is all that the job got
+        ("running", [DropReason.EVALUATOR_ERROR] * 2, 0, 2),  # it was killed: they are the first of the epoch
     ],
 )
 async def test_an_epoch_of_which_nothing_could_be_trained_is_run_again(
-    tmp_path: Path, config: Config, reasons: list[DropReason | None], submitted: int, kept: int
+    tmp_path: Path, config: Config, status: str, reasons: list[DropReason | None], submitted: int, kept: int
 ) -> None:
     builder, run = Builder(config, request=FinetuneRunConfig(config_file=config, resume=True)), ResumableRun("r")
     run.open_folder(tmp_path / "run", builder, {})
     started_with(tmp_path / "run", config)
-    run.progress = run.progress.model_copy(update={"submitted_epoch": submitted})
+    run.progress = run.progress.model_copy(update={"submitted_epoch": submitted, "status": status})
     await run.commit(policy_version=0)
     played = EpisodeStatus.OK
     episodes = [Episode(EpisodeKey("r", 1, "0", n), played, reason=reason) for n, reason in enumerate(reasons)]

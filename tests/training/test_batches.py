@@ -267,6 +267,7 @@ orders = st.builds(
     processes=st.lists(st.tuples(st.integers(0, EPOCHS * PER_EPOCH), st.integers(1, PER_EPOCH + 2)), max_size=3),
 )
 members = st.sampled_from(all_members())
+FAIL_FIRST = [(4, "0", 1), (4, "1", 0), (4, "2", 1), (3, "1", 0), (1, "1", 0), (1, "0", 1), (4, "2", 0), (4, "1", 1)]
 EXAMPLES = int(os.environ.get("PLAN_EXAMPLES", "1"))
 
 
@@ -279,6 +280,9 @@ EXAMPLES = int(os.environ.get("PLAN_EXAMPLES", "1"))
 )
 @example(2, 1, Order([0, 0, 0, 0, 0, -1, -1, -1], 0, [(7, 8)]), frozenset(), None)  # less concurrency afterwards
 @example(2, 1, Order([25, 3], 0, [(0, 1), (12, 8)]), frozenset(), (1, "0", 0))  # only some have passed the collector
+@example(
+    3, 4, Order([20, 8, 16, 13, 15], 5, [(6, 1)]), frozenset(FAIL_FIRST), (2, "2", 1)
+)  # an epoch began with failures
 @settings(max_examples=EXAMPLES, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking takes minutes
 def test_batches_are_complete_and_in_order_whatever_ends_first(
     staleness: int, concurrency: int, order: Order, fails: frozenset[Member], stops: Member | None

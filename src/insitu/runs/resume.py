@@ -167,9 +167,11 @@ class ResumableRun:
         self.jobs = [state.job for _, state in sorted(states.items()) if state.job is not None]
         self.rewards = files.rewards(progress.epoch)
         journal = files.journal(self.next_epoch)
-        # An epoch is run again if none of its episodes can be trained: that was why the run has failed.
-        kept = {e.key.epoch for e in journal if e.reason is None or self.may_be_submitted(e.key.epoch)}
-        self._finished = [episode for episode in journal if episode.key.epoch in kept]
+        if progress.status == "failed" and not self.may_be_submitted(self.next_epoch):
+            # An epoch is run again if none of its episodes can be trained: that may be why the run has failed.
+            has_trained = any(each.reason is None for each in journal if each.key.epoch == self.next_epoch)
+            journal = [each for each in journal if has_trained or each.key.epoch > self.next_epoch]
+        self._finished = journal
         if not self._finished:  # a kill while others are written again would lose what a submitted job needs
             self._store.clear(JOURNAL)
         epochs_of = sorted({episode.key.epoch for episode in self._finished})
