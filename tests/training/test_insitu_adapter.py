@@ -593,7 +593,9 @@ def backend_options(arguments: list[str]) -> BackendOptions:
     return BackendOptions(**{name: value for name, value in values.items() if name in names})
 
 
-async def test_a_run_ends_at_once_if_its_backend_is_away_though_versions_are_to_be_written() -> None:
+async def test_a_run_ends_at_once_if_its_backend_is_away_though_versions_are_to_be_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def request(*_: Any, retried: bool = True, **__: Any) -> None:
         if retried:
             await hang()
@@ -603,3 +605,4 @@ async def test_a_run_ends_at_once_if_its_backend_is_away_though_versions_are_to_
     checkpoints.start()
     checkpoints.begin(2)
     await asyncio.wait_for(checkpoints.finish(3), HANGS)
+    assert [message.partition(" may")[0] for message in caplog.messages] == ["version 3", "version 2"]

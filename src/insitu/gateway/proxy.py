@@ -33,7 +33,7 @@ _NOT_FORWARDED = frozenset(
         *("authorization", "x-api-key", "api-key", "x-goog-api-key", "x-session-id"),
     )
 )
-"""Hop-by-hop headers, and credentials: the API key of an agent is that of its endpoint."""
+"""Hop-by-hop headers, and credentials: the key or the session of an agent is that of its endpoint."""
 
 
 class Route(NamedTuple):

@@ -74,8 +74,8 @@ class _Deployment:
             elif self.ready.done():  # its backend is lost
                 logger.warning("a workflow has stopped, the next request builds it again: %s", describe_error(error))
             else:
-                stopped = f"the workflow cannot be built: {describe_error(error)}"
-                self.ready.set_exception(error if isinstance(error, Exception) else WorkflowError(stopped))
+                problem = WorkflowError(f"the workflow cannot be built: {describe_error(error)}")
+                self.ready.set_exception(error if isinstance(error, Exception) else problem)
                 self.ready.exception()  # marks it as retrieved: without waiters asyncio would log a warning
 
     def close(self) -> None:

@@ -87,7 +87,8 @@ class Validation:
         for record in RunReader(self._store.path).validations():
             is_failed = "error" in record
             self._has_failed |= is_failed and record["epoch"] == progress.epoch
-            if record["epoch"] > progress.epoch + 1 - 2 * is_failed:  # a failure is repeated, if its weights are there
+            last = progress.epoch - 1 if is_failed else progress.epoch + 1  # a failure is repeated with these weights
+            if record["epoch"] > last:
                 continue
             if not is_failed:
                 record["ci95"] = [math.nan if bound is None else bound for bound in record["ci95"]]

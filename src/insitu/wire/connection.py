@@ -259,7 +259,7 @@ class Connection:
         except TimeoutError as error:
             raise self._unavailable(f"no data for {silence:g} s (read_timeout)") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            self.refused += isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _NOBODY_LISTENS
+            self.refused += isinstance(error, aiohttp.ClientConnectorError) and error.errno in _NOBODY_LISTENS
             raise self._unavailable(f"{type(error).__name__}: {error}") from error
         finally:
             if response is not None:

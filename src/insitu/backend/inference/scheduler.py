@@ -148,10 +148,11 @@ class Scheduler:
         """Admits the first waiting sequence; returns whether there is room for it."""
         sequence = self.waiting[0]
         needed = self._block_bytes + len(sequence.prompt) * self.shapes.layout.token_bytes + self._logits_bytes
-        if self.pool.take(needed):
-            sequence.paid = needed
-            self.prefilling.append(self.waiting.popleft())
-        return bool(sequence.paid)
+        if not self.pool.take(needed):
+            return False
+        sequence.paid = needed
+        self.prefilling.append(self.waiting.popleft())
+        return True
 
     def preempt(self, sequence: SequenceState) -> None:
         """Makes an admitted sequence wait again: what it has is computed again from its tokens."""

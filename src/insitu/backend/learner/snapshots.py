@@ -23,7 +23,8 @@ SNAPSHOT_SHARE = 0.05
 OPERATIONS_PER_BYTE = 400
 """Floating-point operations in the time in which a byte of a snapshot is written, digested and synced: of two CPU cores
 150 G/s, of a disk 0.4 GB/s. A constant, so that equal runs have equal snapshots, however fast their machine is."""
-OWN_REFERENCES = ("initial", "job_start")
+_OWN_REFERENCES = ("initial", "job_start")
+"""Those whose weights follow from the jobs before."""
 _MOMENTS = 8
 """Bytes of AdamW's state for each weight; weights that are served in another dtype have a copy in float32 too."""
 
@@ -48,7 +49,7 @@ class Snapshots:
         On a GPU they are not, nor with Python code, which may change, nor if a package chooses the reference, which may
         be any other version.
         """
-        if self._loaded.device.type != "cpu" or settings.code or settings.reference not in (None, *OWN_REFERENCES):
+        if self._loaded.device.type != "cpu" or settings.code or settings.reference not in (None, *_OWN_REFERENCES):
             return False
         if keep.snapshots is None:
             return settings.lora is None and self.size >= self.small

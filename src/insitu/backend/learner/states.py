@@ -71,9 +71,9 @@ class States:
 
     def _check_repeated(self, version: int, state: TrainState) -> None:
         """Says so if a logged job, trained again, gave other weights than before."""
-        record, served = read_record(self.saved.job_of(version)), state.policy.served()
+        record = read_record(self.saved.job_of(version))
         before = record and record.job and record.job.weights
-        if before and served is not None and fingerprint(served) != before:
+        if before and (served := state.policy.served()) is not None and fingerprint(served) != before:
             reason = "its libraries, their versions or the processor are others now"
             logger.warning("version %d, trained again, has other weights than it had: %s", version, reason)
 

@@ -126,10 +126,12 @@ class Checkpoints:
 
     async def finish(self, latest: int | None) -> None:
         """Returns once these, and the latest version with its optimizer state, are written; at once if it is away."""
-        if latest and not await self._write(latest, "?complete=true", retried=False):
-            for writing in self._writing.values():
-                writing.cancel()
-        await asyncio.gather(*map(asyncio.wrap_future, self._writing.values()), return_exceptions=True)
+        if not latest or await self._write(latest, "?complete=true", retried=False):
+            await asyncio.gather(*map(asyncio.wrap_future, self._writing.values()))
+            return
+        for version, writing in self._writing.items():
+            if writing.cancel():
+                logger.warning("version %d may have no checkpoint: the backend is away", version)
 
     async def _write(self, version: int, query: str = "", **options: Any) -> bool:
         """Whether the backend has answered."""
