@@ -419,6 +419,37 @@ async def test_pieces_pass_on_as_they_come_and_a_stream_closed_early_has_an_erro
     assert scope.ledger.capture_error is None
 
 
+async def test_a_stream_that_the_agent_leaves_is_recorded_as_far_as_it_read(server: FakeOpenAI) -> None:
+    async def agent(client: Any) -> None:
+        async for chunk in await client.chat.completions.create(model="fake", messages=ask("stall"), stream=True):
+            if chunk.choices[0].delta.content == "ech":
+                return  # the client closes the stream as late as by the garbage collection
+
+    async with connected(server) as plain:
+        with EpisodeScope(training=True) as scope:
+            await asyncio.create_task(agent(plain.client))
+            assert scope.calls == []
+        (call,) = scope.calls
+        assert call.error == "the stream ended before all choices were finished"
+        assert (call.token_ids, scope.ledger.late_calls, scope.ledger.running_callers()) == (encode("ech"), 0, [])
+        begun, goes_on = asyncio.Event(), asyncio.Event()
+        with EpisodeScope(training=True) as other:
+            task = asyncio.create_task(_read_slowly(plain.client, begun, goes_on))
+            await begun.wait()
+        assert other.calls == []
+        goes_on.set()
+        await task
+        assert other.ledger.late_calls == 1
+
+
+async def _read_slowly(client: Any, begun: asyncio.Event, goes_on: asyncio.Event) -> None:
+    stream = await client.chat.completions.create(model="fake", messages=ask("stall"), stream=True)
+    await anext(stream)
+    begun.set()
+    await goes_on.wait()
+    await stream.close()
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("lacking", ["token_ids", "logprobs"])
 async def test_an_answer_without_what_training_needs(lacking: str, streamed: bool) -> None:

@@ -120,7 +120,8 @@ class InheritingThreads:
         return super().run_in_executor(executor, func, *args)  # type: ignore[misc]
 
 
-class PendingCall(NamedTuple):
+@dataclass(eq=False, slots=True)
+class PendingCall:
     """A request in flight: the indices of its choices, and how often its prompt had been sent before.
 
     `seed` has 31 bits, determined by the episode's seed, the prompt and the repetition: sampling depends neither on
@@ -135,6 +136,15 @@ class PendingCall(NamedTuple):
     llm: str | None
     started: float
     """By `time.monotonic()`."""
+    reader: asyncio.Task[Any] | None = None
+    """The task that reads the response, if it is streamed."""
+    leave: Callable[[], None] | None = None
+    """Ends the request as its client does by closing the stream."""
+
+    @property
+    def is_left(self) -> bool:
+        """Whether nobody reads the rest of the stream, which may be closed as late as by the garbage collection."""
+        return self.reader is not None and self.reader.done()
 
 
 class Activity:
@@ -250,6 +260,7 @@ class CallLedger:
 
     def _settle(self, pending: PendingCall) -> None:
         """Marks the request of a call as no longer in flight."""
+        pending.leave = None  # refers to the request
         if pending in self._pending:
             del self._pending[pending]
             if self.in_flight is not None:
@@ -297,7 +308,8 @@ class CallLedger:
             self.calls.extend(calls)
             self.server_failure = None
             with suppress(RuntimeError):  # a thread without an event loop
-                if not site.is_explicit and (caller := asyncio.current_task()) is not None:
+                caller = (pending and pending.reader) or asyncio.current_task()
+                if not site.is_explicit and caller is not None:
                     self._callers.add(caller)
         if self.on_call is not None:
             for call in calls:
@@ -317,6 +329,10 @@ class CallLedger:
 
     def close(self) -> None:
         """Later calls are not recorded."""
+        with self._lock:
+            left = [pending.leave for pending in self._pending if pending.is_left and pending.leave is not None]
+        for leave in left:
+            leave()
         with self._lock:
             self.closed = True
             for pending in [*self._pending]:

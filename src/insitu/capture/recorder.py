@@ -13,6 +13,7 @@ POST /completions       prompt      choice.text, choice.logprobs.token_logprobs,
 It asks for the compact form (`wire.http_format.COMPACT`) of logprobs that the agent does not get, and reads both forms.
 """
 
+import asyncio
 import logging
 import math
 import re
@@ -247,6 +248,10 @@ class Exchange:
             return "token ids"
         ours = self._strips_logprobs and "logprobs" in self._body and not self._body.get("top_logprobs")
         return "logprobs" if ours and (about == "logprobs" if about else _NAMES_LOGPROBS.search(error)) else None
+
+    def read_by(self, reader: asyncio.Task[Any] | None, leave: Callable[[], None]) -> None:
+        """Who reads a streamed response, and what to call if it ends before the response does."""
+        self._call.reader, self._call.leave = reader, leave
 
     def feed(self, chunk: bytes) -> bytes:
         """Takes a chunk of a streamed response; returns the bytes to forward."""

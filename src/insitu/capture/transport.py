@@ -180,6 +180,8 @@ class _RecordedStream:
     """Why the response is incomplete, if it is."""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        if self.exchange is not None:
+            self.exchange.read_by(asyncio.current_task(), self.close)
         try:
             async for chunk in self.body.content.iter_any():
                 if passed := self._pass(chunk):
