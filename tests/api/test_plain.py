@@ -391,6 +391,30 @@ async def test_a_judge_grades_by_a_rubric(tmp_path: Path, server: FakeOpenAI) ->
     assert "a reference" in request["messages"][1]["content"]
 
 
+CLIENTS = """
+ASKED = [{"role": "user", "content": "hi"}]
+async def waits(question, model):
+    return (await model.client.chat.completions.create(model=model.model, messages=ASKED, top_p=0.5)).choices[0]
+
+def blocks(question, model):
+    return model.client.chat.completions.create(model=model.model, messages=ASKED, top_p=0.5).choices[0]
+"""
+
+
+@pytest.mark.parametrize("function", ["waits", "blocks"])
+async def test_the_official_client_of_an_agent_has_the_parameters_of_the_block(
+    tmp_path: Path, server: FakeOpenAI, function: str
+) -> None:
+    llm = {"_type": "openai", "model_name": "m", "base_url": server.base_url, "max_tokens": 9, "top_p": 0.9}
+    workflow = {"_type": "python", "function": f"clients:{function}", "model": "j"}
+    (tmp_path / "clients.py").write_text(CLIENTS)
+    (tmp_path / "c.yml").write_text(yaml.safe_dump({"llms": {"j": llm}, "workflow": workflow}))
+    async with Builder(load_config(tmp_path / "c.yml")) as builder:
+        await (await builder.get_workflow()).ainvoke("hi")
+    request = server.requests[-1]
+    assert (request["max_tokens"], request["top_p"]) == (9, 0.5)
+
+
 def test_a_model_does_not_grade_itself(tmp_path: Path) -> None:
     project(tmp_path, ANSWER, SCORE)
     text = (tmp_path / "config.yml").read_text()

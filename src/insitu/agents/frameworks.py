@@ -3,7 +3,7 @@
 `builder.get_llm(name, wrapper_type=NAME)` calls `make_llm(llm)` of `integrations/frameworks/NAME`, which returns the
 framework's model object over one of these clients:
 
-    async_client(llm), sync_client(llm)      the official OpenAI client
+    async_client(llm), sync_client(llm)      the official OpenAI client, with the parameters of the llms block
     async_http(llm, sdk), sync_http(...)     an `httpx` or `httpx2` client, depending on the SDK
 
 All of them record calls, override the model name of a request, add the configured sampling parameters that a request
@@ -33,6 +33,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -67,6 +68,11 @@ def sync_http(llm: ModelClient, sdk: ModuleType | None = None) -> Any:
 
 def async_client(llm: ModelClient) -> "AsyncOpenAI":
     return llm.client.with_options(http_client=async_http(llm))
+
+
+def with_defaults(llm: ModelClient) -> ModelClient:
+    """The model with a client that also adds the parameters of its block to requests."""
+    return replace(llm, client=async_client(llm))
 
 
 def sync_client(llm: ModelClient) -> "OpenAI":

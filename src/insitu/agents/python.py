@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
-from insitu.agents.frameworks import sync_client
+from insitu.agents.frameworks import sync_client, with_defaults
 from insitu.builder import Builder, name_being_built, of_framework
 from insitu.config import Config
 from insitu.config.code import called, is_blocking, load_code, parameters, statements_of
@@ -235,7 +235,7 @@ async def _model(builder: Builder, ref: str, config: PythonConfig, blocking: boo
     if config.framework is not None:
         return await builder.get_llm(ref, wrapper_type=config.framework)
     model = await builder.get_llm(ref)
-    return BlockingModel(model) if blocking else model
+    return BlockingModel(model) if blocking else with_defaults(model)
 
 
 def mentions_tools(config: Config) -> bool:

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
+from insitu.agents.frameworks import with_defaults
 from insitu.agents.python import BlockingModel
 from insitu.builder import Builder
 from insitu.collect.datasets import question_columns
@@ -149,7 +150,7 @@ class TrainedModel(_Served[ModelClient]):
         self._check_open()
         client = served.client
         self._llm = connect(_NAME, served.config, served.model, str(client.base_url), client.api_key)
-        return self._llm
+        return with_defaults(self._llm)
 
     async def __aexit__(self, *exception: object) -> None:
         if self._llm is not None:

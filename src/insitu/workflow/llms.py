@@ -186,6 +186,11 @@ class ModelClient:
     http_client: Any
     recorder: Any
     closers: list[Callable[[], Any]] = field(default_factory=list)
+    sender: Any = None
+    """The client that `complete` uses, which adds nothing to requests; by default `client`."""
+
+    def __post_init__(self) -> None:
+        self.sender = self.sender or self.client
 
     async def complete(self, messages: str | list[dict[str, Any]], **overrides: Any) -> "ChatCompletion":
         """One chat completion with the configured parameters; `overrides` take precedence. Text is a user's message."""
@@ -195,8 +200,8 @@ class ModelClient:
             from openai.types.chat import ChatCompletion
 
             request |= request.pop("extra_body", None) or {}
-            return await self.client.post("/chat/completions", cast_to=ChatCompletion, body=request)
-        return await self.client.chat.completions.create(**request)
+            return await self.sender.post("/chat/completions", cast_to=ChatCompletion, body=request)
+        return await self.sender.chat.completions.create(**request)
 
     async def ask(self, messages: str | list[dict[str, Any]], **overrides: Any) -> str:
         """The text of one completion."""
