@@ -289,6 +289,19 @@ async def scored(
         return result
 
 
+async def test_the_question_and_the_answer_need_not_come_first(tmp_path: Path) -> None:
+    (tmp_path / "last.py").write_text(
+        "async def answer(model, row, word: str):\n    return f'{word} of {row}'\n"
+        "def score(expected, question, answer):\n    return float(answer == f'{question} {expected}')\n"
+    )
+    llms = {"m": {"_type": "openai", "model_name": "m", "base_url": "http://127.0.0.1:1/v1"}}
+    workflow = {"_type": "python", "function": "last.py:answer", "model": "m"}
+    evaluators = {"s": {"_type": "python", "function": "last.py:score"}}
+    assert (await scored(tmp_path, evaluators, "q e", "e", llms=llms, workflow=workflow)).score == 1.0
+    async with Builder(load_config(tmp_path / "c.yml")) as builder:
+        assert await (await builder.get_workflow()).ainvoke("w") == "w of None"
+
+
 EXACT, CONTAINS, REGEX = {"_type": "exact_match"}, {"_type": "contains"}, {"_type": "regex", "pattern": r"#+ *(\d+)"}
 JSON, NUMERIC = {"_type": "json_fields"}, {"_type": "numeric"}
 

@@ -20,7 +20,7 @@ from pydantic import Field
 from insitu.agents.frameworks import sync_client
 from insitu.builder import Builder, name_being_built, of_framework
 from insitu.config import Config
-from insitu.config.code import called, is_blocking, load_code, parameters, statements_of
+from insitu.config.code import called, is_blocking, load_code, parameters, statements_of, with_input
 from insitu.errors import ConfigError, WorkflowError, a_type
 from insitu.registry import FRAMEWORK_GROUP
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, LLMRef
@@ -188,7 +188,7 @@ async def python_function(config: PythonConfig, builder: Builder) -> AsyncIterat
     if builds:
         run = _asking(code, arguments, config.framework)
     else:
-        run = _calling(code, first is not None, from_episode, arguments)
+        run = _calling(code, first, from_episode, arguments)
         run.__annotations__ = {"value": type_hints(code).get(first or "", Any)}
     yield FunctionInfo.from_fn(run, description=inspect.getdoc(code))
 
@@ -207,13 +207,13 @@ def _asking(build: Callable[..., Any], arguments: dict[str, Any], framework: str
     return call
 
 
-def _calling(code: Callable[..., Any], takes_input: bool, from_episode: list[str], arguments: dict[str, Any]) -> Any:
+def _calling(code: Callable[..., Any], first: str | None, from_episode: list[str], arguments: dict[str, Any]) -> Any:
     """A workflow that calls a function."""
 
     def bound(value: Any) -> tuple[list[Any], dict[str, Any]]:
         context = Context.get()
         others = {key: _FROM_EPISODE[key](context) for key in from_episode}
-        return ([value] if takes_input else []), arguments | others
+        return with_input(code, first, value, arguments | others)
 
     if not inspect.isasyncgenfunction(code):
 

@@ -317,6 +317,17 @@ def parameters(
     return first, [name for name in offered if name in signature]
 
 
+def with_input(
+    function: Callable[..., Any], first: str | None, value: Any, named: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call, by position and by name; `first` is the parameter for the input, if there is one."""
+    if first is None:
+        return [], named
+    if first == next(iter(inspect.signature(function).parameters)):  # it may be positional only
+        return [value], named
+    return [], {first: value, **named}
+
+
 def _import_file(file: Path, key: str) -> ModuleType:
     if not file.is_file():
         hint = did_you_mean(file.name, (each.name for each in file.parent.glob("*.py")))
