@@ -10,7 +10,7 @@ import ast
 import importlib
 import inspect
 import re
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -188,8 +188,10 @@ async def python_function(config: PythonConfig, builder: Builder) -> AsyncIterat
     if builds:
         run = _asking(code, arguments, config.framework)
     else:
+        own = [each for name, each in inspect.signature(code).parameters.items() if name == first]
         run = _calling(code, first, from_episode, arguments)
-        run.__annotations__ = {"value": type_hints(code).get(first or "", Any)}
+        run.__signature__ = inspect.Signature(own)
+        run.__annotations__ = {each.name: type_hints(code).get(each.name, Any) for each in own}
     yield FunctionInfo.from_fn(run, description=inspect.getdoc(code))
 
 
@@ -208,23 +210,23 @@ def _asking(build: Callable[..., Any], arguments: dict[str, Any], framework: str
 
 
 def _calling(code: Callable[..., Any], first: str | None, from_episode: list[str], arguments: dict[str, Any]) -> Any:
-    """A workflow that calls a function."""
+    """A workflow that calls a function. It takes the input, or nothing if the function needs none."""
 
-    def bound(value: Any) -> tuple[list[Any], dict[str, Any]]:
+    def bound(given: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         context = Context.get()
         others = {key: _FROM_EPISODE[key](context) for key in from_episode}
-        return with_input(code, first, value, arguments | others)
+        return with_input(code, first, given, arguments | others)
 
     if not inspect.isasyncgenfunction(code):
 
-        async def call(value: Any) -> Any:
-            args, kwargs = bound(value)
+        async def call(*given: Any) -> Any:
+            args, kwargs = bound(given)
             return await called(code, *args, **kwargs)
 
         return call
 
-    async def stream(value: Any) -> AsyncIterator[Any]:
-        args, kwargs = bound(value)
+    async def stream(*given: Any) -> AsyncIterator[Any]:
+        args, kwargs = bound(given)
         async for piece in code(*args, **kwargs):
             yield piece
 

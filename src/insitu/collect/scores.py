@@ -123,7 +123,7 @@ async def python_score(config: PythonScoreConfig, builder: Builder) -> AsyncIter
         if is_model(wanted) and not isinstance(answer, wanted):
             answer = convert(answer, wanted)
         named = config.arguments | {name: _FROM_ITEM[name](item) for name in names}
-        args, kwargs = with_input(function, first, answer, named)
+        args, kwargs = with_input(function, first, [answer], named)
         return await called(function, *args, **kwargs)
 
     evaluator = FunctionEvaluator(score, config.max_concurrency)

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import symtable
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
@@ -318,14 +318,15 @@ def parameters(
 
 
 def with_input(
-    function: Callable[..., Any], first: str | None, value: Any, named: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call, by position and by name; `first` is the parameter for the input, if there is one."""
+    function: Callable[..., Any], first: str | None, given: Sequence[Any], named: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of a call, by position and by name. `first` is the parameter for the input, which is all that
+    `given` holds."""
     if first is None:
-        return [], named
+        return (), named
     if first == next(iter(inspect.signature(function).parameters)):  # it may be positional only
-        return [value], named
-    return [], {first: value, **named}
+        return given, named
+    return (), named | {first: given[0]} if given else named
 
 
 def _import_file(file: Path, key: str) -> ModuleType:
