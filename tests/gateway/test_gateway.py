@@ -218,6 +218,13 @@ def test_deep_tool_arguments_of_a_model_reach_the_agent(depth: int) -> None:
     assert used["input"] == (json.loads(text) if depth == 3 else {"arguments": text})
 
 
+def test_a_refusal_in_the_history_of_responses_is_the_text_of_its_message() -> None:
+    refused = [{"type": "output_text", "text": "No. "}, {"type": "refusal", "refusal": "I will not."}]
+    asked = {"model": "m", "input": [*ask("how?"), {"role": "assistant", "content": refused}]}
+    messages = dialects()["responses"](asked, {}).request["messages"]
+    assert messages == [*ask("how?"), {"role": "assistant", "content": "No. I will not."}]
+
+
 async def test_responses_go_on_from_the_previous_one(server: FakeOpenAI) -> None:
     async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
