@@ -109,10 +109,10 @@ def binder(agent: Any, framework: str | None, where: str) -> Callable[[Any], Any
 
 
 class PythonConfig(FunctionBaseConfig, name="python"):
-    """A Python function, `def` or `async def`. Its first parameter gets the row's question, converted to its annotated
-    type. Parameters called `row` and `seed` get the row and the episode's seed. A function that is not asynchronous
-    runs in a thread, with a model that has the same methods, which wait. A function whose only parameters are models
-    builds the agent that is asked, for each episode."""
+    """A Python function, `def` or `async def`. Parameters called `row` and `seed` get the row and the episode's seed.
+    The first that is neither of these, a model nor one of `arguments` gets the row's question, converted to its
+    annotated type. A function that is not asynchronous runs in a thread, with a model that has the same methods, which
+    wait. A function whose only parameters are models builds the agent that is asked, for each episode."""
 
     function: CodeRef
     """The function, as MODULE:NAME or FILE.py:NAME. Files are relative to the folder of the YAML file, modules in which

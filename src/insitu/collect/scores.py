@@ -48,8 +48,8 @@ _FROM_ITEM: dict[str, Callable[[EvalInputItem], Any]] = {
 
 
 class PythonScoreConfig(EvaluatorBaseConfig, name="python"):
-    """A Python function, `def` or `async def`. Its first parameter gets the answer, as a pydantic model if one is its
-    type; parameters called `row`, `expected` and `question` get the row, its expected answer and its question. It
+    """A Python function, `def` or `async def`. Parameters called `row`, `expected` and `question` get the row, its
+    expected answer and its question, the first other one the answer, as a pydantic model if one is its type. It
     returns a number, a number and a text that explains it, or an `insitu.Score`; an exception is counted as
     `evaluator_error`. A function that is not asynchronous runs in a thread."""
 
