@@ -58,9 +58,9 @@ def _config_getter(kind: Kind) -> Callable[["Builder", str], TypedBaseModel]:
     return get_config
 
 
-_building: ContextVar[tuple["Builder | None", tuple[tuple[str, str], ...]]] = ContextVar(
-    "insitu_building", default=(None, ())
-)
+_Key = tuple[str, str]
+"""A component: its section, and its name there."""
+_building: ContextVar[tuple["Builder | None", tuple[_Key, ...]]] = ContextVar("insitu_building", default=(None, ()))
 """The builder at work, and the components being built, each needed by the one before it."""
 
 
@@ -109,8 +109,10 @@ class Builder:
         """Why the run is being cancelled: its backend is lost."""
         self.console = console or Console(highlight=False)
         """Where a run prints its progress; standard output by default."""
-        self._live: dict[tuple[str, str], asyncio.Future[Any]] = {}
-        self._added: dict[tuple[str, str], TypedBaseModel] = {}
+        self._live: dict[_Key, asyncio.Future[Any]] = {}
+        self._waits: list[tuple[_Key | None, _Key]] = []
+        """Who waits for which component; None outside the components."""
+        self._added: dict[_Key, TypedBaseModel] = {}
         self._stack = AsyncExitStack()
         self.trained_policy: PolicyEndpoint | None = parent.trained_policy if parent is not None else None
         """Where the model under training is served; None if nothing is trained, or if the adapter does not say."""
@@ -167,11 +169,27 @@ class Builder:
         futures = [future for (section, _), future in self._live.items() if section == kind.section]
         return [future.result() for future in futures if future.done()]
 
-    async def _once(self, key: tuple[str, str], build: Callable[[], Awaitable[Any]]) -> Any:
+    async def _once(self, key: _Key, build: Callable[[], Awaitable[Any]]) -> Any:
         chain = *_building.get()[1], key
+        asker = chain[-2] if len(chain) > 1 else None
+        path = chain[chain.index(key) : -1] or self._path(key, asker)
+        if path and key in self._live and not self._live[key].done():
+            raise ConfigError(f"{' -> '.join('.'.join(k) for k in (*path, key))}: each needs the next")
+        self._waits.append((asker, key))
+        try:
+            return await self._shared(key, chain, build)
+        finally:
+            self._waits.remove((asker, key))
+
+    def _path(self, start: _Key, end: _Key | None) -> tuple[_Key, ...]:
+        """From a component to one that it waits for; empty if it does not wait for it."""
+        if start == end:
+            return (start,)
+        paths = (self._path(needed, end) for asker, needed in self._waits if asker == start)
+        return next(((start, *path) for path in paths if path), ())
+
+    async def _shared(self, key: _Key, chain: tuple[_Key, ...], build: Callable[[], Awaitable[Any]]) -> Any:
         while (future := self._live.get(key)) is not None:
-            if key in chain[:-1] and not future.done():
-                raise ConfigError(f"{' -> '.join('.'.join(k) for k in chain)}: each needs the next")
             try:
                 return await asyncio.shield(future)
             except asyncio.CancelledError:

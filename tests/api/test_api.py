@@ -186,6 +186,18 @@ show(scores=scores, columns=rows.columns, exact=done.score, looped=asyncio.run(i
     assert "session:lambda: defined where no file can import it" in written
 
 
+def test_a_checkpoint_is_evaluated_without_naming_its_model(trained: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = trained
+    code = """
+def scored(**options):
+    return list(insitu.evaluate(answer, score, ROWS, max_tokens=6, checkpoint="runs/answer", **options).table)
+
+show(scored=[scored(), scored(model=MODEL)])
+"""
+    without, with_model = script(folder, code)[0]["scored"]
+    assert without == with_model != []
+
+
 def test_the_trained_agent_answers(trained: tuple[Path, dict[str, Any]]) -> None:
     """The agent of a run that is opened again, which is imported from this very script."""
     folder, _ = trained

@@ -16,6 +16,7 @@ from insitu.builder import Builder
 from insitu.config import load_config
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutputItem
 from insitu.schemas.kinds import EVALUATOR
+from insitu.workflow.functions import Arguments
 
 AGENT = """
 import insitu
@@ -287,6 +288,40 @@ async def scored(
         item = EvalInputItem(id="1", input_obj="q", output_obj=answer, expected_output_obj=expected)
         (result,) = (await info.evaluate_fn(EvalInput(eval_input_items=[item]))).eval_output_items
         return result
+
+
+async def test_the_question_and_the_answer_need_not_come_first(tmp_path: Path) -> None:
+    (tmp_path / "last.py").write_text(
+        "async def answer(model, row, word: str):\n    return f'{word} of {row}'\n"
+        "def score(expected, question, answer):\n    return float(answer == f'{question} {expected}')\n"
+    )
+    llms = {"m": {"_type": "openai", "model_name": "m", "base_url": "http://127.0.0.1:1/v1"}}
+    workflow = {"_type": "python", "function": "last.py:answer", "model": "m"}
+    evaluators = {"s": {"_type": "python", "function": "last.py:score"}}
+    assert (await scored(tmp_path, evaluators, "q e", "e", llms=llms, workflow=workflow)).score == 1.0
+    async with Builder(load_config(tmp_path / "c.yml")) as builder:
+        assert await (await builder.get_workflow()).ainvoke("w") == "w of None"
+
+
+async def test_a_tool_has_the_parameter_of_its_function(tmp_path: Path) -> None:
+    (tmp_path / "weather.py").write_text(
+        "def at(city: str):\n    return f'rain in {city}'\n"
+        "async def here(seed, city: str = 'Rome'):\n    return f'sun in {city}'\n"
+        "def anywhere(seed):\n    return 'wind'\n"
+    )
+    names = ("at", "here", "anywhere")
+    functions = {name: {"_type": "python", "function": f"weather.py:{name}"} for name in names}
+    (tmp_path / "c.yml").write_text(yaml.safe_dump({"functions": functions}))
+    async with Builder(load_config(tmp_path / "c.yml")) as builder:
+        at, here, anywhere = await builder.get_functions(names)
+        assert at.input_schema.model_json_schema()["required"] == ["city"]
+        assert here.input_schema.model_json_schema()["properties"]["city"]["default"] == "Rome"
+        assert anywhere.input_schema.model_fields == {}
+        assert await at.ainvoke(Arguments(city="Oslo")) == "rain in Oslo"
+        assert await here.ainvoke(Arguments()) == "sun in Rome"
+        with pytest.raises(TypeError, match=r"at\(\) missing .* 'city'"):
+            await at.ainvoke(Arguments())
+        assert await anywhere.ainvoke(Arguments()) == "wind"
 
 
 EXACT, CONTAINS, REGEX = {"_type": "exact_match"}, {"_type": "contains"}, {"_type": "regex", "pattern": r"#+ *(\d+)"}

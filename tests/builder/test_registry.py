@@ -24,13 +24,17 @@ events: list[str] = []
 
 class LoggedConfig(FunctionBaseConfig, name="logged"):
     needs: list[str] = Field(default_factory=list)
+    at_once: bool = False
     turns: int = 0
     fails: int = 0
 
 
 @register_function(config_type=LoggedConfig)
 async def logged(config: LoggedConfig, builder: Builder) -> AsyncIterator[Any]:
-    needed = [await builder.get_function(name) for name in config.needs]
+    if config.at_once:
+        needed = await asyncio.gather(*map(builder.get_function, config.needs))
+    else:
+        needed = [await builder.get_function(name) for name in config.needs]
     await turns(config.turns)
     if events.count(f"fail {config.fails}") < config.fails:
         events.append(f"fail {config.fails}")
@@ -114,6 +118,15 @@ async def test_components_that_need_each_other_are_an_error_and_no_standstill(wr
     async with Builder(file(write, f={"needs": ["g"]}, g={"needs": ["f"]})) as builder, asyncio.timeout(60):
         with pytest.raises(ConfigError, match=r"functions\.f -> functions\.g -> functions\.f"):
             await builder.get_function("f")
+
+
+async def test_components_that_need_each_other_and_are_built_at_once_are_an_error(write: Any) -> None:
+    config = file(
+        write, a={"needs": ["g", "f"], "at_once": True}, f={"needs": ["g"]}, g={"needs": ["h"]}, h={"needs": ["f"]}
+    )
+    async with Builder(config) as builder, asyncio.timeout(60):
+        with pytest.raises(ConfigError, match=r"(functions\.\w)( -> functions\.\w){2} -> \1: each needs the next"):
+            await builder.get_function("a")
 
 
 async def test_unknown_names_list_what_exists(write: Any) -> None:

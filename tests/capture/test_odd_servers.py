@@ -4,6 +4,7 @@ import asyncio
 import codecs
 import json
 import math
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from aiohttp import web
 from test_gateway import KINDS, ask, claude, gateway_to, plain, post, text_by
 from waiting import hang, until
 
+from insitu.agents.frameworks import sync_client
 from insitu.collect.episodes import AttemptResult, EpisodeOptions, in_process
 from insitu.gateway.endpoint import EpisodeEndpoint
 from insitu.integrations.frameworks.anthropic import make_llm as claude_of
@@ -224,6 +226,7 @@ async def test_text_after_a_call_is_of_the_same_message() -> None:
     [
         (PLAIN[: PLAIN.index(b'"finish_reason": "stop"')], "ended before all choices were finished"),
         (b"<html>", "ended before all choices were finished"),
+        (b'{"error": {"message": "boom"}}', "boom"),
         (written(*SAID[:2], {"error": {"message": "boom", "code": 500}}), "boom"),
         (written(*SAID[:2], {"error": "boom"}), "boom"),
         (written(FIRST, {"choices": [{"index": "0", "delta": {"content": "a"}}]}), "cannot be parsed"),
@@ -376,6 +379,21 @@ async def test_broken_lists_of_the_compact_form_are_named(wrong: dict[str, Any],
 async def test_an_unreadable_answer_is_the_servers_fault(kind: str, body: bytes) -> None:
     episode, transient = await attempted(body, kind)
     assert (episode.outcome, episode.reason, transient) == ("failed", "backend_error", True)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+async def test_an_error_in_place_of_a_stream_is_quoted(indent: int | None) -> None:
+    body = json.dumps({"error": {"message": "boom", "code": 500}}, indent=indent).encode()
+    episode, transient = await attempted(body, "text/event-stream")
+    assert (episode.outcome, episode.reason, transient) == ("failed", "backend_error", True)
+    assert "its model's server: boom" in str(episode.error)
+
+    def read(client: openai.OpenAI) -> None:
+        deque(client.chat.completions.create(model="m", messages=ask("hi"), stream=True), maxlen=0)  # type: ignore[call-overload]
+
+    async with model_at(body) as llm:
+        with EpisodeScope(), pytest.raises(openai.APIError, match="boom"):
+            await asyncio.to_thread(read, sync_client(llm))
 
 
 QUOTED = (

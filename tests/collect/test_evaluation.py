@@ -282,6 +282,17 @@ async def test_a_finished_evaluation_is_a_dataset(bench: Bench) -> None:
     assert items[0].full_dataset_entry["question"] == "a"
 
 
+async def test_a_row_keeps_columns_that_are_called_like_those_of_the_file(bench: Bench) -> None:
+    row = {"id": "x", "task": "a", "label": "A", "answer": "why", "note": 1}
+    rows, names = bench.write([row], "tasks.jsonl"), {"question_key": "task", "answer_key": "label"}
+    config = bench.config(["a"], dataset={"_type": "jsonl", "file_path": str(rows), "structure": names})
+    output = await EvaluationRun(EvaluationRunConfig(config_file=config)).run_and_evaluate()
+    assert scores(output) == [1.0]
+    assert output.workflow_output_file is not None
+    (record,) = json.loads(output.workflow_output_file.read_text())
+    assert {name: record[name] for name in ("question", *row)} == {"question": "a", **row}
+
+
 async def test_completing_runs_what_has_no_answer_as_it_would_have_been_run(bench: Bench) -> None:
     whole = await bench.run(["seed 0", "seed 1"], reps=2, write_output=True)
     assert whole.workflow_output_file is not None

@@ -207,6 +207,29 @@ def test_invalid_yaml_is_one_sentence(write: Any, text: str) -> None:
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (f"!!int {SECRET}", "int"),
+        ("!!int [1]", "int"),
+        ("9" * 5000, "int"),
+        (f"!!bool {SECRET}", "bool"),
+        (f"!!float {SECRET}", "float"),
+        ("!!float ''", "float"),
+        (f"!!timestamp {SECRET}", "timestamp"),
+        ("!!timestamp 2020-13-45", "timestamp"),
+        (f"!!float 1{':1' * 300}", "float"),
+    ],
+)
+def test_a_value_that_is_not_of_its_tag_is_invalid_yaml(write: Any, value: str, kind: str) -> None:
+    message = complaint(write(f"general:\n  seed: {value}\n"))
+    assert f"not valid YAML, line 2: a value cannot be read as {kind}" in message
+    assert SECRET not in message
+    assert f"-o general.seed: the value is not valid YAML, line 1: a value cannot be read as {kind}" in complaint(
+        write({}), ("general.seed", value)
+    )
+
+
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
 )

@@ -189,6 +189,24 @@ async def test_tool_arguments_go_back_as_they_were_sampled(server: FakeOpenAI, s
     assert second.messages[2] == {"role": "tool", "tool_call_id": "t1", "content": "blue"}
 
 
+@pytest.mark.parametrize(
+    ("thinking", "variables"),
+    [
+        ({"type": "enabled", "budget_tokens": 1024}, {"enable_thinking": True}),
+        ({"type": "disabled"}, {"enable_thinking": False}),
+        ({"type": "adaptive"}, {}),
+        (None, {}),
+    ],
+)
+def test_thinking_is_a_variable_of_the_template_beside_those_of_the_llm(thinking: Any, variables: Any) -> None:
+    asked = {"model": "m", "max_tokens": 9, "messages": ask("hi"), "thinking": thinking}
+    translation = dialects()["messages"](asked, {})
+    for configured in ({}, {"style": "terse"}):
+        params = {"extra_body": {"chat_template_kwargs": configured}} if configured else {}
+        request = translation.completion_request(params, "m")
+        assert request.get("chat_template_kwargs", {}) == {**configured, **variables}
+
+
 @pytest.mark.parametrize("depth", [3, 300, 2000])
 def test_deep_tool_arguments_of_a_model_reach_the_agent(depth: int) -> None:
     text = '{"a":' * depth + "1" + "}" * depth
@@ -198,6 +216,13 @@ def test_deep_tool_arguments_of_a_model_reach_the_agent(depth: int) -> None:
     body = {"id": "c", "model": "m", "choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": {}}
     (used,) = json.loads(translate_response(translation, 200, json.dumps(body).encode()))["content"]
     assert used["input"] == (json.loads(text) if depth == 3 else {"arguments": text})
+
+
+def test_a_refusal_in_the_history_of_responses_is_the_text_of_its_message() -> None:
+    refused = [{"type": "output_text", "text": "No. "}, {"type": "refusal", "refusal": "I will not."}]
+    asked = {"model": "m", "input": [*ask("how?"), {"role": "assistant", "content": refused}]}
+    messages = dialects()["responses"](asked, {}).request["messages"]
+    assert messages == [*ask("how?"), {"role": "assistant", "content": "No. I will not."}]
 
 
 async def test_responses_go_on_from_the_previous_one(server: FakeOpenAI) -> None:

@@ -19,7 +19,13 @@ from insitu.runs.records import journal_record
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall, StepLog
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
-from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, InvocationNode, TTCEventData
+from insitu.schemas.steps import (
+    IntermediateStep,
+    IntermediateStepPayload,
+    InvocationNode,
+    StreamEventData,
+    TTCEventData,
+)
 from insitu.training.preference_builders import DPOFromGroupsConfig, episode_pairs
 
 ALL = PairOptions()
@@ -185,6 +191,17 @@ def test_a_candidate_has_the_prompt_of_the_call_that_sampled_it() -> None:
         ("turn 1", 1, 3, None, "3"),
     ]
     assert [c.prompt for c in candidates] == [HI, HI, LATER, LATER]
+
+
+@pytest.mark.parametrize(
+    ("value", "score"), [(np.float32(0.5), 0.5), (np.int64(3), 3.0), (np.ones(2), None), ("1", None), (10**400, None)]
+)
+def test_a_score_may_be_a_number_of_another_library(value: Any, score: float | None) -> None:
+    step = end(output="x")
+    step.payload.data = StreamEventData(output="x", score=value)
+    ((candidate,), _) = read([step], [call(0, "x")])
+    assert candidate.score == score
+    assert score is None or type(candidate.score) is float
 
 
 def test_candidates_of_one_prompt_have_calls_of_their_own() -> None:

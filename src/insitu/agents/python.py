@@ -10,7 +10,7 @@ import ast
 import importlib
 import inspect
 import re
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +20,7 @@ from pydantic import Field
 from insitu.agents.frameworks import sync_client, with_defaults
 from insitu.builder import Builder, name_being_built, of_framework
 from insitu.config import Config
-from insitu.config.code import called, is_blocking, load_code, parameters, statements_of
+from insitu.config.code import called, is_blocking, load_code, parameters, statements_of, with_input
 from insitu.errors import ConfigError, WorkflowError, a_type
 from insitu.registry import FRAMEWORK_GROUP
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, LLMRef
@@ -109,10 +109,10 @@ def binder(agent: Any, framework: str | None, where: str) -> Callable[[Any], Any
 
 
 class PythonConfig(FunctionBaseConfig, name="python"):
-    """A Python function, `def` or `async def`. Its first parameter gets the row's question, converted to its annotated
-    type. Parameters called `row` and `seed` get the row and the episode's seed. A function that is not asynchronous
-    runs in a thread, with a model that has the same methods, which wait. A function whose only parameters are models
-    builds the agent that is asked, for each episode."""
+    """A Python function, `def` or `async def`. Parameters called `row` and `seed` get the row and the episode's seed.
+    The first that is neither of these, a model nor one of `arguments` gets the row's question, converted to its
+    annotated type. A function that is not asynchronous runs in a thread, with a model that has the same methods, which
+    wait. A function whose only parameters are models builds the agent that is asked, for each episode."""
 
     function: CodeRef
     """The function, as MODULE:NAME or FILE.py:NAME. Files are relative to the folder of the YAML file, modules in which
@@ -188,8 +188,10 @@ async def python_function(config: PythonConfig, builder: Builder) -> AsyncIterat
     if builds:
         run = _asking(code, arguments, config.framework)
     else:
-        run = _calling(code, first is not None, from_episode, arguments)
-        run.__annotations__ = {"value": type_hints(code).get(first or "", Any)}
+        own = [each for name, each in inspect.signature(code).parameters.items() if name == first]
+        run = _calling(code, first, from_episode, arguments)
+        run.__signature__ = inspect.Signature(own)
+        run.__annotations__ = {each.name: type_hints(code).get(each.name, Any) for each in own}
     yield FunctionInfo.from_fn(run, description=inspect.getdoc(code))
 
 
@@ -207,24 +209,24 @@ def _asking(build: Callable[..., Any], arguments: dict[str, Any], framework: str
     return call
 
 
-def _calling(code: Callable[..., Any], takes_input: bool, from_episode: list[str], arguments: dict[str, Any]) -> Any:
-    """A workflow that calls a function."""
+def _calling(code: Callable[..., Any], first: str | None, from_episode: list[str], arguments: dict[str, Any]) -> Any:
+    """A workflow that calls a function. It takes the input, or nothing if the function needs none."""
 
-    def bound(value: Any) -> tuple[list[Any], dict[str, Any]]:
+    def bound(given: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         context = Context.get()
         others = {key: _FROM_EPISODE[key](context) for key in from_episode}
-        return ([value] if takes_input else []), arguments | others
+        return with_input(code, first, given, arguments | others)
 
     if not inspect.isasyncgenfunction(code):
 
-        async def call(value: Any) -> Any:
-            args, kwargs = bound(value)
+        async def call(*given: Any) -> Any:
+            args, kwargs = bound(given)
             return await called(code, *args, **kwargs)
 
         return call
 
-    async def stream(value: Any) -> AsyncIterator[Any]:
-        args, kwargs = bound(value)
+    async def stream(*given: Any) -> AsyncIterator[Any]:
+        args, kwargs = bound(given)
         async for piece in code(*args, **kwargs):
             yield piece
 

@@ -122,8 +122,11 @@ def evaluate(
     """Scores an agent on rows, with `model` or the weights of a `checkpoint`, and returns the scores.
 
     The other parameters are those of `finetune`. `checkpoint` is a folder of weights, or a run's directory (its best
-    weights). Raises InsituError if nothing could be scored, ConfigError before anything is started.
+    weights); it replaces the model of a `config`. Raises InsituError if nothing could be scored, ConfigError before
+    anything is started.
     """
+    if model is None and config is None and checkpoint is not None:
+        model = os.fspath(checkpoint)
     project, output = _project(evaluate, locals(), "rows", "eval.general.output_dir", "evaluations")
     weights = None if checkpoint is None else Path(checkpoint)
     printed = console or results_console()

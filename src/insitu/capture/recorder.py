@@ -115,8 +115,7 @@ class Recorder:
             body = orjson.loads(content)
         except orjson.JSONDecodeError:
             return None  # invalid JSON: the server rejects it
-        request = CompletionRequest.parse(path, body)
-        if request is None:
+        if (request := CompletionRequest.parse(path, body)) is None:
             return None
         if ledger is None:
             if not site.is_explicit:
@@ -276,6 +275,7 @@ class Exchange:
             if response["choices"] or self._ledger.closed:
                 self._record(response, headers, error)
             else:
+                self.parse_error = told
                 self.fail("empty stream", by_server=by_server or told is not None)
         except MALFORMED as malformed:
             self.fail("malformed response", by_server=True)

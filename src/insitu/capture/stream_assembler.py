@@ -30,8 +30,8 @@ class StreamAssembler:
         self._data_lines: list[bytes] = []  # of the event being received
         self._top_level_fields: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
-        self.error: str | None = None
-        """The first error that the server reported in an event."""
+        self._other_lines = bytearray()  # before the first choice: a body that is no stream of events
+        self._event_error: str | None = None
         self.malformed_event: str | None = None
         """The start of the last event that was not JSON."""
         self.done_received = False
@@ -50,6 +50,8 @@ class StreamAssembler:
                 continue
             if line in (b"\n", b"\r\n"):
                 output += self._finish_event()
+            elif not self._choices and len(self._other_lines) < MAX_LINE:
+                self._other_lines += line
             output += line
         return bytes(output)
 
@@ -72,7 +74,7 @@ class StreamAssembler:
 
     def _add_event(self, event: dict[str, Any]) -> bool:
         """Adds an event to the response; returns whether the event was changed."""
-        self.error = self.error or error_message(event)
+        self._event_error = self._event_error or error_message(event)
         for field in ("prompt_token_ids", "policy_version", "weights", "usage"):
             if event.get(field) is not None:
                 self._top_level_fields[field] = event[field]
@@ -98,6 +100,16 @@ class StreamAssembler:
             if isinstance(values, list):
                 choice.setdefault("logprobs", {}).setdefault(field, []).extend(values)
         return changed
+
+    @property
+    def error(self) -> str | None:
+        """The first error that the server reported in an event, or else in a body that is no stream of events."""
+        if self._event_error is not None:
+            return self._event_error
+        try:
+            return error_message(load_json(bytes(self._other_lines + self._partial_line)))
+        except ValueError:
+            return None
 
     def all_choices_finished(self, num_choices: int) -> bool:
         return len(self._choices) >= num_choices and all("finish_reason" in c for c in self._choices.values())

@@ -20,7 +20,7 @@ from yarl import URL
 
 from insitu.capture.recorder import Exchange, Recorder
 from insitu.errors import BackendUnavailable
-from insitu.wire.http_format import COMPACT, JSON, error_body, retry_header
+from insitu.wire.http_format import COMPACT, JSON, error_body, format_event, retry_header
 
 _KEEP_ALIVE_SECONDS = 4.0  # less than uvicorn's 5: the client must be the one to close an idle connection
 _REWRITTEN = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
@@ -192,7 +192,8 @@ class _RecordedStream:
                 raise
             self._end(f"the stream was cut off: {translated!r}")
             raise translated from error
-        self._end()
+        if last := self._last():
+            yield last
 
     def __iter__(self) -> Iterator[bytes]:
         try:
@@ -200,7 +201,8 @@ class _RecordedStream:
         except Exception as error:  # depends on the library; re-raised
             self._end(f"the stream was interrupted: {error!r}")
             raise
-        self._end()
+        if last := self._last():
+            yield last
 
     def _pass(self, chunk: bytes) -> bytes:
         """The bytes for the client. The exchange ends before the client sees the end."""
@@ -210,6 +212,12 @@ class _RecordedStream:
         if self.exchange.done_received:
             self._end()
         return passed
+
+    def _last(self) -> bytes:
+        """Ends the exchange; returns the event of an error that the server did not report in one."""
+        self._end()
+        problem = self.exchange.parse_error if self.exchange is not None else None
+        return b"" if problem is None else b"\n\n" + format_event(orjson.dumps(error_body(problem, 502)))
 
     async def aclose(self) -> None:
         if self.body.content.at_eof():

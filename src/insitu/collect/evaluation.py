@@ -173,12 +173,13 @@ def write_files(output: EvaluationRunOutput, folder: Path, config: Config) -> No
 
 def _workflow_record(item: EvalInputItem, columns: DatasetConfig) -> dict[str, Any]:
     row = item.full_dataset_entry if isinstance(item.full_dataset_entry, dict) else {}
-    return row | {
+    return {
+        "question": item.input_obj,
+        "answer": item.expected_output_obj,
+        **row,  # which may have columns of these names that are neither
         columns.id_key: item.id,
         "id": item.id,
         "rep": item.rep,
-        "question": item.input_obj,
-        "answer": item.expected_output_obj,
         columns.structure.generated_answer_key: item.output_obj,
         columns.structure.trajectory_key: to_json(item.trajectory),
         columns.structure.expected_trajectory_key: to_json(item.expected_trajectory),

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from insitu.builder import Builder, name_being_built
 from insitu.collect.evaluators import BaseEvaluator, parse_score, score
-from insitu.config.code import call_with, called, load_function, parameters
+from insitu.config.code import call_with, called, load_function, parameters, with_input
 from insitu.errors import ConfigError, WorkflowError
 from insitu.registry import register_evaluator
 from insitu.schemas.components import CodeRef, EvaluatorRef, LLMRef
@@ -48,8 +48,8 @@ _FROM_ITEM: dict[str, Callable[[EvalInputItem], Any]] = {
 
 
 class PythonScoreConfig(EvaluatorBaseConfig, name="python"):
-    """A Python function, `def` or `async def`. Its first parameter gets the answer, as a pydantic model if one is its
-    type; parameters called `row`, `expected` and `question` get the row, its expected answer and its question. It
+    """A Python function, `def` or `async def`. Parameters called `row`, `expected` and `question` get the row, its
+    expected answer and its question, the first other one the answer, as a pydantic model if one is its type. It
     returns a number, a number and a text that explains it, or an `insitu.Score`; an exception is counted as
     `evaluator_error`. A function that is not asynchronous runs in a thread."""
 
@@ -122,8 +122,8 @@ async def python_score(config: PythonScoreConfig, builder: Builder) -> AsyncIter
         answer = item.output_obj
         if is_model(wanted) and not isinstance(answer, wanted):
             answer = convert(answer, wanted)
-        args = [answer] if first is not None else []
-        kwargs = config.arguments | {name: _FROM_ITEM[name](item) for name in names}
+        named = config.arguments | {name: _FROM_ITEM[name](item) for name in names}
+        args, kwargs = with_input(function, first, [answer], named)
         return await called(function, *args, **kwargs)
 
     evaluator = FunctionEvaluator(score, config.max_concurrency)

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import symtable
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
@@ -315,6 +315,18 @@ def parameters(
         if each.default is each.empty and not is_variable and name not in filled:
             raise ConfigError(f"{where}: nothing is given for the parameter {name}; set arguments.{name}{hint}")
     return first, [name for name in offered if name in signature]
+
+
+def with_input(
+    function: Callable[..., Any], first: str | None, given: Sequence[Any], named: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of a call, by position and by name. `first` is the parameter for the input, which is all that
+    `given` holds."""
+    if first is None:
+        return (), named
+    if first == next(iter(inspect.signature(function).parameters)):  # it may be positional only
+        return given, named
+    return (), named | {first: given[0]} if given else named
 
 
 def _import_file(file: Path, key: str) -> ModuleType:

@@ -32,6 +32,13 @@ class _Loader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError):  # of PyYAML, which checks no text
+            problem = f"a value cannot be read as {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
         if node is not None:

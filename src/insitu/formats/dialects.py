@@ -179,4 +179,4 @@ def join_text(content: Any, kinds: tuple[str, ...], where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in kinds:
             raise unsupported_type(f"{where}.{number}", kind, ", ".join(kinds), where)
-    return "".join(part.get("text", "") for part in content)
+    return "".join(part.get("text") or part.get("refusal") or "" for part in content)

@@ -222,4 +222,9 @@ def _text(value: Any) -> str:
 
 
 def _score(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and abs(value) <= MAX_REWARD else None
+    """Also a number of another library, such as numpy."""
+    try:
+        number = float(value) if hasattr(value, "__float__") else math.nan
+    except Exception:  # of a type of the workflow's own
+        return None
+    return number if abs(number) <= MAX_REWARD else None

@@ -55,11 +55,11 @@ def _chat_request(request: dict[str, Any], memory: dict[str, str]) -> dict[str, 
         chat["tool_choice"] = by_name if kind == "tool" else _TOOL_CHOICES[kind]
         if choice.get("disable_parallel_tool_use"):
             chat["parallel_tool_calls"] = False
-    thinking = (request.get("thinking") or {}).get("type", "disabled")
+    thinking = (request.get("thinking") or {}).get("type", "adaptive")
     if thinking not in ("disabled", "enabled", "adaptive"):
         raise unsupported_type("thinking", thinking, "disabled, enabled, adaptive", "thinking")
-    if thinking == "enabled":
-        chat["chat_template_kwargs"] = {"enable_thinking": True}
+    if thinking != "adaptive":
+        chat["chat_template_kwargs"] = {"enable_thinking": thinking == "enabled"}
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
@@ -119,6 +119,12 @@ class MessagesTranslation(Translation):
         self._calls: dict[int, tuple[str, int]] = {}  # id and block index of each tool call
         self._stop = _stop({})
         self._usage: dict[str, Any] = {}
+
+    def completion_request(self, params: dict[str, Any], model: str) -> dict[str, Any]:
+        request = super().completion_request(params, model)
+        if own := self.request.get("chat_template_kwargs"):
+            request["chat_template_kwargs"] = params.get("extra_body", {}).get("chat_template_kwargs", {}) | own
+        return request
 
     def response(self, completion: dict[str, Any]) -> dict[str, Any]:
         deque(self.events(as_chunk(completion)), maxlen=0)
