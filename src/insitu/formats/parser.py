@@ -191,6 +191,8 @@ class RegionParser(Parser):
         self._content, self._reasoning = _Held(None, from_start=False), _Held("\n", from_start=True)
         self._bodies: list[list[str]] = []
         """The texts of the regions of calls, in pieces."""
+        self._is_open = False
+        """Whether the last of these has not ended."""
         self._raw: list[str] = []
         """All text from the first call on."""
         self._after: list[str] = []
@@ -220,6 +222,7 @@ class RegionParser(Parser):
         for region, kind, part in self._scanner.read(text, final=final):
             if region.isdigit():
                 self._raw.append(part)
+                self._is_open = kind is not Kind.END
                 if kind is Kind.START:
                     self._bodies.append([])
                 elif kind is Kind.TEXT:
@@ -251,6 +254,8 @@ class RegionParser(Parser):
     def _calls(self, raw: str) -> list[dict[str, Any]]:
         """Raises ValueError if a call cannot be parsed."""
         assert self._format is not None
+        if self._is_open and self._format.needs_end:
+            raise ValueError("the last call is cut off")
         texts = [raw] if self._is_whole else map("".join, self._bodies)
         calls = [call for text in texts for call in self._format.calls(text, self._tools)]
         if self._is_whole and not {call.name for call in calls} <= tool_names(self._tools):

@@ -34,6 +34,8 @@ class ToolFormat:
     parse: Callable[[str, Tools], Iterable[ToolCall]]
     regions: tuple[tuple[str, str | None], ...] = ()
     whole: str = ""
+    needs_end: bool = False
+    """Whether a region without its end is no calls, as `parse` cannot see that they are cut off."""
     new_id: Callable[[], str] = call_id
     syntaxes: tuple[CallSyntax, ...] = ()
     """How calls are written that a request forces; empty if it cannot force any."""
@@ -85,7 +87,7 @@ MINIMAX_M2 = ToolFormat(("<minimax:tool_call>",), _minimax_calls, _MINIMAX_TAGS,
 QWEN3_CODER = ToolFormat(
     ("<function= <parameter=",), partial(tool_calls.tagged_calls, tool_calls.QWEN), _TAGS, syntaxes=syntaxes.QWEN3_CODER
 )
-GLM45 = ToolFormat(("<arg_key>",), tool_calls.glm_calls, _TAGS, syntaxes=syntaxes.GLM45)
+GLM45 = ToolFormat(("<arg_key>",), tool_calls.glm_calls, _TAGS, needs_end=True, syntaxes=syntaxes.GLM45)
 MISTRAL = ToolFormat(
     ("[TOOL_CALLS]",),
     tool_calls.mistral_calls,

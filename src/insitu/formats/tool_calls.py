@@ -127,11 +127,9 @@ def gemma4_calls(text: str, tools: Tools) -> list[ToolCall]:
 
 def harmony_calls(text: str, tools: Tools) -> list[ToolCall]:
     """After `to=functions.`: the name, perhaps a channel and a content type, and the arguments."""
-    head, found, arguments = text.partition("<|message|>")
-    if not found:
-        raise ValueError("<|message|> is missing")
+    head, _, arguments = text.partition("<|message|>")
     name = re.split(r"[\s<]", head, maxsplit=1)[0]
-    return [parsed_call({"name": name, "arguments": arguments.strip() or "{}"})]
+    return [parsed_call({"name": name, "arguments": arguments})]
 
 
 class TagPatterns(NamedTuple):
@@ -161,14 +159,21 @@ def tagged_calls(patterns: TagPatterns, text: str, tools: Tools) -> Iterator[Too
         yield _typed_call(name, dict(_only(patterns.argument, body, empty=True)), tools)
 
 
+_GLM_NAME = re.compile(r"[^\s<>{}\"]+")
 _GLM_ARGUMENT = re.compile(r"<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
 def glm_calls(text: str, tools: Tools) -> list[ToolCall]:
-    """The name, and `<arg_key>` with `<arg_value>` for each argument, whose type the tool's schema says."""
+    """The name, and `<arg_key>` with `<arg_value>` for each argument, whose type the tool's schema says.
+
+    Without arguments it must be the name of a tool: models also mention the tags around a call.
+    """
     name, found, rest = text.partition("<arg_key>")
+    name = name.strip()
+    if not _GLM_NAME.fullmatch(name) or not (found or name in tool_names(tools)):
+        raise ValueError(f"{name!r} is not the name of a function")
     arguments = {key.strip(): value for key, value in _only(_GLM_ARGUMENT, found + rest, empty=True)}
-    return [_typed_call(name.strip(), arguments, tools)]
+    return [_typed_call(name, arguments, tools)]
 
 
 def python_calls(text: str, tools: Tools) -> Iterator[ToolCall]:

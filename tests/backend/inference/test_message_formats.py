@@ -91,6 +91,13 @@ _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
         ("pythonic", "[weather(city=open('x'))]", None, 0, True),
         ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nBern", None, 0, True),
         ("gpt_oss", "no channel", "no channel", 0, False),
+        ("gpt_oss", " to=functions.weather <|constrain|>json<|message|>", None, 0, True),
+        ("glm45", "<tool_call>weather</tool_call>", "", 1, False),
+        ("glm45", "<tool_call>weather", None, 0, True),
+        ("glm45", "<tool_call>weather<arg_key>city</arg_key><arg_value>Bern</arg_value>\n", None, 0, True),
+        ("glm45", '<tool_call>{"name": "weather", "arguments": {}}</tool_call>', None, 0, True),
+        ("glm45", "<tool_call>{<arg_key>city</arg_key><arg_value>Bern</arg_value></tool_call>", None, 0, True),
+        ("glm45", "Write <tool_call> and </tool_call> around calls", None, 0, True),
     ],
 )
 @pytest.mark.parametrize("size", [1, 10**6])
