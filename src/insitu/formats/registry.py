@@ -85,7 +85,10 @@ _MINIMAX_TAGS = (("<minimax:tool_call>", "</minimax:tool_call>"),)
 _minimax_calls = partial(tool_calls.tagged_calls, tool_calls.MINIMAX)
 MINIMAX_M2 = ToolFormat(("<minimax:tool_call>",), _minimax_calls, _MINIMAX_TAGS, syntaxes=syntaxes.MINIMAX_M2)
 QWEN3_CODER = ToolFormat(
-    ("<function= <parameter=",), partial(tool_calls.tagged_calls, tool_calls.QWEN), _TAGS, syntaxes=syntaxes.QWEN3_CODER
+    ("<tool_call> <function= <parameter=",),
+    partial(tool_calls.tagged_calls, tool_calls.QWEN),
+    _TAGS,
+    syntaxes=syntaxes.QWEN3_CODER,
 )
 GLM45 = ToolFormat(("<arg_key>",), tool_calls.glm_calls, _TAGS, needs_end=True, syntaxes=syntaxes.GLM45)
 MISTRAL = ToolFormat(
@@ -113,7 +116,7 @@ LLAMA4_PYTHONIC = ToolFormat(
     syntaxes=syntaxes.LLAMA4,
 )
 LLAMA3_JSON = ToolFormat(
-    ("<|python_tag|>", "<|start_header_id|>", '"parameters": dictionary'),
+    ("<|python_tag|>", '<|start_header_id|> "parameters":', '"parameters": dictionary'),
     tool_calls.json_calls,
     (("<|python_tag|>", None),),
     whole="{",
@@ -128,7 +131,7 @@ GEMMA3 = ToolFormat(
 )
 GEMMA4 = ToolFormat(("<|tool_call>",), tool_calls.gemma4_calls, (("<|tool_call>", "<tool_call|>"),))
 PYTHONIC = ToolFormat(("[func_name1(",), tool_calls.python_calls, whole="[", syntaxes=syntaxes.PYTHONIC)
-XLAM = ToolFormat(('"func_name1"', '"name": "arguments":'), tool_calls.json_calls, whole="[", syntaxes=syntaxes.XLAM)
+XLAM = ToolFormat(('"tool_call_name"',), tool_calls.json_calls, whole="[", syntaxes=syntaxes.XLAM)
 
 THINK = ReasoningFormat(("<think>",), ("<think>",), ("</think>",))
 DEEPSEEK_R1 = ReasoningFormat((), ("<think>",), ("</think>",), begins=True)

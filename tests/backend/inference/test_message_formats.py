@@ -34,6 +34,29 @@ def test_formats_are_recognized(name):
     assert MessageFormats.of(family.source) == (family.tools, family.reasoning, None)
 
 
+_LLAMA = "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' }}{{ tools | tojson }}"
+_TOOLCALL = """{{ '<TOOLCALL>[{{"name": "tool_name1", "arguments": "tool_args1"}}]</TOOLCALL>' }}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        (_LLAMA + """{{ '{"name": "' + c.name + '", ' }}{{ '"parameters": ' }}""", "llama3_json"),
+        (_LLAMA + '[{"name": "tool_call_name", "arguments": {"arg1": "value1"}}, ...', "xlam"),
+        (_LLAMA + "{{ 'in the format [func_name1(params_name1=params_value1...), func_name2(params)]' }}", "pythonic"),
+        (_LLAMA + _TOOLCALL, None),
+        (_LLAMA, None),
+        ("{{ tools | tojson }}" + _TOOLCALL, None),
+        ("""{{ tools }}{{ '<tool_calls>[{"name": "func_name1", "arguments": {"argument1": "value1"}}]' }}""", None),
+        ("""{{ tools }}{{ '<tool_calls>\n{"name": <tool-name>, "arguments": <args-json-object>}' }}""", None),
+        ("{{ tools }}<seed:tool_call>\n<function=f>\n<parameter=a>\nvalue_1\n</parameter>", None),
+    ],
+)
+def test_formats_that_look_alike_in_templates(template, found):
+    """As in the templates of Llama 3.2, xLAM 2, ToolACE, Nemotron (Super, Nano), Hunyuan-A13B, MiniMax-M1, Seed-OSS."""
+    assert MessageFormats.of(template).tools == found
+
+
 @each_family
 @settings(max_examples=NUM_OUTPUTS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), cut=st.lists(st.integers(0, 400), max_size=6))
