@@ -20,7 +20,7 @@ from pydantic import AfterValidator
 
 from insitu.errors import BackendError
 from insitu.formats.forced_calls import Reasoning, forced_calls
-from insitu.formats.regions import CONTENT, REASONED, Kind, RegionScanner, regions
+from insitu.formats.regions import CONTENT, REASONED, UNDECIDED, Kind, RegionScanner, regions
 from insitu.formats.registry import NONE, REASONING, TOOLS, reasoning_format, recognize, renders_tools, tool_format
 from insitu.formats.tool_calls import Tools, call_id, parsed_call, tool_names
 from insitu.schemas.parts import names
@@ -186,8 +186,12 @@ class RegionParser(Parser):
         name = formats.tools if tools and formats.tools is not None else NONE
         self._format = tool_format(name) if name != NONE else None
         self._tools = tools
+        self._without_reasoning = partial(RegionParser, MessageFormats(name, NONE), "", tools, special)
         is_open = bool(opened_reasoning(formats.reasoning, prompt))
-        self._scanner = RegionScanner(regions(name, formats.reasoning, special), REASONED if is_open else CONTENT)
+        found, self._decided = (regions(name, formats.reasoning, special, undecided=each) for each in (True, False))
+        self._scanner = RegionScanner(found, REASONED if is_open else CONTENT)
+        self._undecided: list[str] = []
+        """All text from the first beginning of a call in reasoning on."""
         self._content, self._reasoning = _Held(None, from_start=False), _Held("\n", from_start=True)
         self._bodies: list[list[str]] = []
         """The texts of the regions of calls, in pieces."""
@@ -206,6 +210,10 @@ class RegionParser(Parser):
 
     def finish(self) -> Piece:
         content, reasoning, _, _ = self._read("", final=True)
+        if text := "".join(self._undecided):
+            self._scanner = RegionScanner(self._decided, CONTENT if self._are_calls(text) else REASONED)
+            rest = self._read(text, final=True)
+            content, reasoning = content + rest.content, reasoning + rest.reasoning
         if not self._raw:
             return Piece(content + self._content.space, reasoning)
         raw = "".join(self._raw)
@@ -220,7 +228,9 @@ class RegionParser(Parser):
     def _read(self, text: str, *, final: bool) -> Piece:
         content, reasoning = [], []
         for region, kind, part in self._scanner.read(text, final=final):
-            if region.isdigit():
+            if region == UNDECIDED:
+                self._undecided.append(part)
+            elif region.isdigit():
                 self._raw.append(part)
                 self._is_open = kind is not Kind.END
                 if kind is Kind.START:
@@ -250,6 +260,14 @@ class RegionParser(Parser):
                 self._raw.append(start)
                 text = text.removesuffix(start)
         return self._content.add(text)
+
+    def _are_calls(self, text: str) -> bool:
+        """Whether text within reasoning is nothing but calls of the request's tools, which end it."""
+        parser = self._without_reasoning()
+        parser.feed(text)
+        piece = parser.finish()
+        names = {call["function"]["name"] for call in piece.calls}
+        return bool(names) and names <= tool_names(self._tools) and not piece.content
 
     def _calls(self, raw: str) -> list[dict[str, Any]]:
         """Raises ValueError if a call cannot be parsed."""

@@ -1,6 +1,7 @@
 """Tool calls and reasoning in the forms that families of models write them in."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,41 @@ def test_what_is_no_complete_call_stays_in_the_text(name, text, content, calls, 
     piece = parsed(name, text, cuts=tuple(range(size, len(text), size)) if len(text) < 1000 else ())
     assert piece.content == (text if content is None else content)
     assert (len(piece.calls), piece.malformed, piece.reasoning) == (calls, malformed, "")
+
+
+_CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+_KIMI_CALL = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{}"
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "thoughts", "rest", "content", "calls"),
+    [
+        ("hermes", "think", "<think>Hm", f"\n{_CALL}{_CALL}", "", 2),
+        ("hermes", "think", "<think>Hm", _CALL.replace("Bern", "</think>"), "", 1),
+        ("kimi_k2", "think", "<think>Hm", _KIMI_CALL, "", 1),
+        ("openai", "harmony", "<|channel|>analysis<|message|>Hm", " to=functions.weather<|message|>{}<|call|>", "", 1),
+        ("hermes", "think", f"<think>As {_CALL}", "</think>No.", "No.", 0),
+        ("hermes", "think", f"<think>As <tool_call> or {_CALL}", f"</think>So {_CALL}", "So", 1),
+        ("hermes", "think", f"<think>As {_CALL} and", "", "", 0),
+        ("hermes", "think", f"<think>As {_CALL[:30]}", "", "", 0),
+        ("hermes", "think", f"<think>As {_CALL.replace('weather', 'go')}", "", "", 0),
+        ("kimi_k2", "think", f"<think>As {_KIMI_CALL[:-5]}", "", "", 0),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_a_call_ends_reasoning_if_nothing_else_does(tools, reasoning, thoughts, rest, content, calls, size):
+    parser, text = message_parser(MessageFormats(tools, reasoning), "", TOOLS), thoughts + rest
+    pieces = [parser.feed(text[at : at + size]) for at in range(0, len(text), size)]
+    pieces.append(parser.finish())
+    thought = re.sub(r"^<think>|.*<.message.>", "", thoughts)
+    assert ("".join(piece.reasoning for piece in pieces), "".join(piece.content for piece in pieces)) == (
+        thought,
+        content,
+    )
+    assert (len(pieces[-1].calls), pieces[-1].malformed) == (calls, False)
 
 
 @pytest.mark.parametrize("folder", ["src/insitu/starter/model", "examples/help_desk/model"])
