@@ -203,7 +203,8 @@ class RegionParser(Parser):
         """Content after the first call."""
         self._may_be_calls = self._format is not None and bool(self._format.whole)
         """Whether the content, which has not begun, may be calls as a whole."""
-        self._is_whole = False
+        self._is_whole = self._is_bare = False
+        """Whether they are, and whether any calls are without the delimiters of their format."""
 
     def feed(self, text: str) -> Piece:
         return self._read(text, final=False)
@@ -220,7 +221,7 @@ class RegionParser(Parser):
         try:
             calls = self._calls(raw)
         except ValueError:
-            malformed = not self._is_whole or any(name in raw for name in tool_names(self._tools))
+            malformed = not self._is_bare or any(name in raw for name in tool_names(self._tools))
             return Piece(content + self._content.space + raw, reasoning, malformed=malformed)
         after = "" if self._is_whole else "".join(self._after).strip()
         return Piece(content + (after and f"\n{after}"), reasoning, tuple(calls))
@@ -234,7 +235,9 @@ class RegionParser(Parser):
                 self._raw.append(part)
                 self._is_open = kind is not Kind.END
                 if kind is Kind.START:
-                    self._bodies.append([])
+                    assert self._format is not None
+                    self._bodies.append([part] if part in self._format.bare else [])
+                    self._is_bare = self._is_bare or bool(self._bodies[-1])
                 elif kind is Kind.TEXT:
                     self._bodies[-1].append(part)
             elif region == REASONED:
@@ -255,7 +258,7 @@ class RegionParser(Parser):
         if self._may_be_calls and (start := text.lstrip()):
             self._may_be_calls = False
             assert self._format is not None
-            self._is_whole = start[0] in self._format.whole
+            self._is_whole = self._is_bare = start[0] in self._format.whole
             if self._is_whole:
                 self._raw.append(start)
                 text = text.removesuffix(start)
@@ -276,7 +279,7 @@ class RegionParser(Parser):
             raise ValueError("the last call is cut off")
         texts = [raw] if self._is_whole else map("".join, self._bodies)
         calls = [call for text in texts for call in self._format.calls(text, self._tools)]
-        if self._is_whole and not {call.name for call in calls} <= tool_names(self._tools):
+        if self._is_bare and not {call.name for call in calls} <= tool_names(self._tools):
             raise ValueError("not calls of the request's tools")
         return [call.openai(self._format.new_id()) for call in calls]
 

@@ -34,11 +34,13 @@ class ToolFormat:
     parse: Callable[[str, Tools], Iterable[ToolCall]]
     regions: tuple[tuple[str, str | None], ...] = ()
     whole: str = ""
-    needs_end: bool = False
-    """Whether a region without its end is no calls, as `parse` cannot see that they are cut off."""
     new_id: Callable[[], str] = call_id
     syntaxes: tuple[CallSyntax, ...] = ()
     """How calls are written that a request forces; empty if it cannot force any."""
+    needs_end: bool = False
+    """Whether a region without its end is no calls, as `parse` cannot see that they are cut off."""
+    bare: tuple[str, ...] = ()
+    """Delimiters of `regions` that are the beginning of the calls, which must be of the request's tools."""
 
     def calls(self, text: str, tools: Tools) -> list[ToolCall]:
         """The calls in the text of a region. Raises ValueError if it is not complete calls."""
@@ -87,7 +89,8 @@ MINIMAX_M2 = ToolFormat(("<minimax:tool_call>",), _minimax_calls, _MINIMAX_TAGS,
 QWEN3_CODER = ToolFormat(
     ("<tool_call> <function= <parameter=",),
     partial(tool_calls.tagged_calls, tool_calls.QWEN),
-    _TAGS,
+    (*_TAGS, ("<function=", "</tool_call>")),
+    bare=("<function=",),
     syntaxes=syntaxes.QWEN3_CODER,
 )
 GLM45 = ToolFormat(("<arg_key>",), tool_calls.glm_calls, _TAGS, needs_end=True, syntaxes=syntaxes.GLM45)
@@ -182,7 +185,8 @@ def format_of(text: str, tools: Tools) -> str | None:
     for name in names(TOOLS):
         form = tool_format(name)
         parts = [
-            re.split(re.escape(end) if end else "$^", text.partition(start)[2], maxsplit=1)[0]
+            (start if start in form.bare else "")
+            + re.split(re.escape(end) if end else "$^", text.partition(start)[2], maxsplit=1)[0]
             for start, end in form.regions
             if start in text
         ]

@@ -86,6 +86,7 @@ def test_a_damaged_output_is_read_alike_in_pieces_and_keeps_its_text(name, data,
         assert whole.content == text.strip() or whole.content == text
 
 
+_BARE = "<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>"
 _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
 
 
@@ -114,6 +115,11 @@ _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
         ("pythonic", "[weather('Bern')]", None, 0, True),
         ("pythonic", "[weather(city=open('x'))]", None, 0, True),
         ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nBern", None, 0, True),
+        ("qwen3_coder", f"I look.\n{_BARE}\n</tool_call>", "I look.", 1, False),
+        ("qwen3_coder", f"{_BARE}\n{_BARE}", "", 2, False),
+        ("qwen3_coder", _BARE[:-5], None, 0, True),
+        ("qwen3_coder", _BARE.replace("weather", "go"), None, 0, False),
+        ("qwen3_coder", f"<tool_call>{_BARE.replace('weather', 'go')}</tool_call>", "", 1, False),
         ("gpt_oss", "no channel", "no channel", 0, False),
         ("gpt_oss", " to=functions.weather <|constrain|>json<|message|>", None, 0, True),
         ("glm45", "<tool_call>weather</tool_call>", "", 1, False),
