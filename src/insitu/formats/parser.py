@@ -22,7 +22,7 @@ from insitu.errors import BackendError
 from insitu.formats.forced_calls import Reasoning, forced_calls
 from insitu.formats.regions import CONTENT, REASONED, UNDECIDED, Kind, RegionScanner, regions
 from insitu.formats.registry import NONE, REASONING, TOOLS, reasoning_format, recognize, renders_tools, tool_format
-from insitu.formats.tool_calls import Tools, call_id, parsed_call, tool_names
+from insitu.formats.tool_calls import Tools, call_id, mentions_call, parsed_call, tool_names
 from insitu.schemas.parts import names
 
 MALFORMED = "tool_call_malformed"
@@ -221,7 +221,7 @@ class RegionParser(Parser):
         try:
             calls = self._calls(raw)
         except ValueError:
-            malformed = not self._is_bare or any(name in raw for name in tool_names(self._tools))
+            malformed = not self._is_bare or mentions_call(raw, self._tools)
             return Piece(content + self._content.space + raw, reasoning, malformed=malformed)
         after = "" if self._is_whole else "".join(self._after).strip()
         return Piece(content + (after and f"\n{after}"), reasoning, tuple(calls))

@@ -103,8 +103,9 @@ MISTRAL = ToolFormat(
 )
 PHI4_MINI_JSON = ToolFormat(
     ("functools[", "<|tool_call|>", "<|tool|> <|/tool|>"),
-    tool_calls.json_calls,
-    (("functools", None), ("<|tool_call|>", "<|/tool_call|>")),
+    tool_calls.phi_calls,
+    (("functools[", None), ("<|tool_call|>", "<|/tool_call|>")),
+    bare=("functools[",),
     syntaxes=syntaxes.PHI4,
 )
 GRANITE = ToolFormat(

@@ -51,6 +51,11 @@ def json_calls(text: str, tools: Tools) -> list[ToolCall]:
     return [call._replace(id=None) for call in _json_objects(text)]
 
 
+def phi_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """As `json_calls`, also after `functools`."""
+    return json_calls(text.removeprefix("functools"), tools)
+
+
 def _json_objects(text: str) -> list[ToolCall]:
     return [
         parsed_call(value, value.get("id") if isinstance(value, dict) else None)
@@ -215,6 +220,12 @@ def _python_value(node: ast.expr) -> Any:
 
 def tool_names(tools: Tools) -> set[str]:
     return {str((tool.get("function") or {}).get("name")) for tool in tools}
+
+
+def mentions_call(text: str, tools: Tools) -> bool:
+    """Whether a text has the name of a tool where calls in JSON, in Python, or between tags have it."""
+    name = f"(?:{'|'.join(map(re.escape, tool_names(tools)))})"
+    return re.search(rf"""(?::\s*["']|<function=){name}(?!\w)|(?<!\w){name}\(""", text) is not None
 
 
 def parsed_call(value: Any, own_id: Any = None) -> ToolCall:
