@@ -147,11 +147,13 @@ GRANITE_THOUGHT = ReasoningFormat(
 )
 GEMMA4_THOUGHT = ReasoningFormat(("<|channel>thought",), ("<|channel>thought\n",), ("<channel|>",))
 _ENDS = ("<|end|>", "<|return|>")
+_CONTENT_TYPES = ("", " <|constrain|>json", "<|constrain|>json", " json")
+_ANSWERS = [f"{name}{kind}" for name in ("final", "commentary") for kind in _CONTENT_TYPES]
 HARMONY = ReasoningFormat(
     ("<|channel|> <|start|>",),
     tuple(f"{turn}<|channel|>analysis<|message|>" for turn in (_TURN, "")),
     _ENDS,
-    (tuple(f"{turn}<|channel|>{name}<|message|>" for turn in (_TURN, "") for name in ("final", "commentary")), _ENDS),
+    (tuple(f"{turn}<|channel|>{name}<|message|>" for turn in (_TURN, "") for name in _ANSWERS), _ENDS),
     after=_TURN,
 )
 

@@ -182,6 +182,15 @@ def test_a_call_ends_reasoning_if_nothing_else_does(tools, reasoning, thoughts, 
     assert (len(pieces[-1].calls), pieces[-1].malformed) == (calls, False)
 
 
+@pytest.mark.parametrize("kind", ["", " <|constrain|>json", "<|constrain|>json", " json"])
+@pytest.mark.parametrize("channel", ["final", "commentary"])
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_content_of_gpt_oss_with_a_content_type(channel, kind, size):
+    text = f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>{channel}{kind}<|message|>{{}}"
+    piece = parsed("gpt_oss", text, "<|start|>assistant", tuple(range(size, len(text), size)))
+    assert (piece.content, piece.reasoning, piece.calls, piece.malformed) == ("{}", "Hm", (), False)
+
+
 @pytest.mark.parametrize("folder", ["src/insitu/starter/model", "examples/help_desk/model"])
 def test_models_of_this_repository_write_as_hermes(folder):
     root = Path(__file__).parents[3]
