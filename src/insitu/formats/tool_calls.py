@@ -244,9 +244,9 @@ def parsed_call(value: Any, own_id: Any = None) -> ToolCall:
 
 def _typed_call(name: str, texts: Mapping[str, str], tools: Tools) -> ToolCall:
     functions = (tool.get("function") or {} for tool in tools)
-    schema = next((each.get("parameters") for each in functions if each.get("name") == name), None) or {}
-    properties = schema.get("properties") or {}
-    arguments = {key: _typed(text, resolved(properties.get(key), schema)) for key, text in texts.items()}
+    schema = _mapping(next((each.get("parameters") for each in functions if each.get("name") == name), None))
+    properties = _mapping(schema.get("properties"))
+    arguments = {key: _typed(text, schema_types(properties.get(key), schema)) for key, text in texts.items()}
     return parsed_call({"name": name, "arguments": arguments})
 
 
@@ -256,26 +256,31 @@ _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a property, with the keys of the definition of the root that it refers to, if it does.
 
-    Empty for what is no schema.
+    The only schema of `allOf` is such a definition, too. Empty for what is no schema.
     """
-    found: dict[str, Any] = schema if isinstance(schema, dict) else {}
+    found = _mapping(schema)
     for _ in range(_MAX_REFERENCES):
-        match = _REFERENCE.fullmatch(str(found.get("$ref")))
-        definitions = root.get(match[1]) if match else None
-        definition = definitions.get(match[2]) if match and isinstance(definitions, dict) else None
+        match, parts = _REFERENCE.fullmatch(str(found.get("$ref"))), found.get("allOf")
+        if match is not None:
+            key, definition = "$ref", _mapping(root.get(match[1])).get(match[2])
+        else:
+            key, definition = "allOf", parts[0] if isinstance(parts, list) and len(parts) == 1 else None
         if not isinstance(definition, dict):
             break
-        found = {**definition, **{key: value for key, value in found.items() if key != "$ref"}}
+        found = {**definition, **{name: value for name, value in found.items() if name != key}}
     return found
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 _MAX_REFERENCES = 8
 """One to another; they may go in a circle."""
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """A value of the type that `schema` allows; without a schema, JSON where the text is JSON, else text."""
-    types = schema_types(schema)
+def _typed(text: str, types: set[str]) -> Any:
+    """A value of one of these types; without any, JSON where the text is JSON, else text."""
     if types == {"string"}:
         return text
     try:
@@ -298,17 +303,21 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def schema_types(schema: Any) -> set[str]:
-    """The names of the types that a schema allows; empty if it does not say."""
-    if not isinstance(schema, dict):
-        return set()
-    stated = schema.get("type")
-    types = {stated} if isinstance(stated, str) else set(stated or ())
-    for name in ("anyOf", "oneOf"):
-        types = types.union(*map(schema_types, schema.get(name) or ()))
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not types and isinstance(values, list):
-        types = {name for name, kinds in _JSON_TYPES.items() if any(type(value) in kinds for value in values)}
+def schema_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """The names of the types that a schema allows, which may refer to definitions of the root; empty if unknown."""
+    types: set[str] = set()
+    schemas, seen = [schema], set[int]()
+    for each in schemas:  # more are added; definitions may refer to each other in a circle
+        each = resolved(each, root)
+        stated = each.get("type")
+        types |= {name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str)}
+        for branches in (each.get("anyOf"), each.get("oneOf")):
+            if isinstance(branches, list) and id(branches) not in seen:
+                seen.add(id(branches))
+                schemas += branches
+        values = [each["const"]] if "const" in each else each.get("enum")
+        if not stated and isinstance(values, list):
+            types |= {name for name, kinds in _JSON_TYPES.items() if any(type(value) in kinds for value in values)}
     return types
 
 
