@@ -81,3 +81,9 @@ def test_an_argument_has_a_type_of_its_schema(name: str, schema: Any, text: str,
 )
 def test_of_a_schema_that_is_none_an_argument_is_json(name: str, parameters: Any) -> None:
     assert argument(name, "1", **parameters) == 1
+
+
+@each_form
+@pytest.mark.parametrize("text", ["def f():\n    pass\n", "\n\nx", "x", "\n", ""])
+def test_a_text_keeps_its_line_breaks(name: str, text: str) -> None:
+    assert argument(name, text, properties={"a": {"type": "string"}}) == text

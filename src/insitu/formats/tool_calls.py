@@ -154,7 +154,7 @@ QWEN = TagPatterns(
 )
 MINIMAX = TagPatterns(
     re.compile(rf"<invoke name={_QUOTED}>(.*?)</invoke>", re.DOTALL),
-    re.compile(rf"<parameter name={_QUOTED}>\n?(.*?)\n?</parameter>", re.DOTALL),
+    re.compile(rf"<parameter name={_QUOTED}>(.*?)</parameter>", re.DOTALL),
 )
 
 
