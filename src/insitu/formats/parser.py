@@ -150,20 +150,26 @@ _PART = 256
 
 
 class _Held:
-    """Text without white space at its ends, which is held until more text follows."""
+    """Text without white space at its ends, which is held until more text follows.
+
+    Between two of its parts is the white space of the first, or a line break.
+    """
 
     def __init__(self, characters: str | None, *, from_start: bool) -> None:
         self._characters = characters
         self.from_start = from_start
-        """Whether white space at the beginning is dropped."""
+        """Whether white space at the beginning of a part is dropped."""
         self.space = ""
+        self._has_begun = False
 
     def add(self, text: str) -> str:
+        if self.from_start and (text := text.lstrip(self._characters)):
+            self.space = (self.space or "\n") if self._has_begun else ""
         text = self.space + text
-        text = text.lstrip(self._characters) if self.from_start else text
         kept = text.rstrip(self._characters)
         self.space = text[len(kept) :]
         self.from_start = self.from_start and not kept
+        self._has_begun = self._has_begun or bool(kept)
         return kept
 
 

@@ -191,6 +191,21 @@ def test_content_of_gpt_oss_with_a_content_type(channel, kind, size):
     assert (piece.content, piece.reasoning, piece.calls, piece.malformed) == ("{}", "Hm", (), False)
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("Well. <think>Hm</think>So.", "Well. So."),
+        ("Well.\n\n<think>Hm</think>\nSo.", "Well.\n\nSo."),
+        ("Well.<think>Hm</think> So.", "Well.\nSo."),
+        ("\n<think>Hm</think>\n\nSo.", "So."),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_reasoning_between_two_parts_of_content_does_not_join_them(text, content, size):
+    piece = parsed("hermes", text, cuts=tuple(range(size, len(text), size)))
+    assert (piece.content, piece.reasoning) == (content, "Hm")
+
+
 @pytest.mark.parametrize("folder", ["src/insitu/starter/model", "examples/help_desk/model"])
 def test_models_of_this_repository_write_as_hermes(folder):
     root = Path(__file__).parents[3]
