@@ -131,9 +131,15 @@ def gemma4_calls(text: str, tools: Tools) -> list[ToolCall]:
 
 
 def harmony_calls(text: str, tools: Tools) -> list[ToolCall]:
-    """After `to=functions.`: the name, perhaps a channel and a content type, and the arguments."""
-    head, _, arguments = text.partition("<|message|>")
+    """After `to=functions.`: the name, perhaps a channel and a content type, and the arguments.
+
+    Without text for these, a call of a function that takes arguments is cut off.
+    """
+    head, found, arguments = text.partition("<|message|>")
     name = re.split(r"[\s<]", head, maxsplit=1)[0]
+    takes_none = name in tool_names(tools) and not _parameters(name, tools).get("properties")
+    if found and takes_none and not arguments.strip():
+        arguments = "{}"
     return [parsed_call({"name": name, "arguments": arguments})]
 
 
@@ -242,9 +248,14 @@ def parsed_call(value: Any, own_id: Any = None) -> ToolCall:
     return ToolCall(name, arguments, own_id if isinstance(own_id, str) and own_id else None, text)
 
 
-def _typed_call(name: str, texts: Mapping[str, str], tools: Tools) -> ToolCall:
+def _parameters(name: str, tools: Tools) -> dict[str, Any]:
+    """The schema of a tool's arguments; empty if it has none."""
     functions = (tool.get("function") or {} for tool in tools)
-    schema = _mapping(next((each.get("parameters") for each in functions if each.get("name") == name), None))
+    return _mapping(next((each.get("parameters") for each in functions if each.get("name") == name), None))
+
+
+def _typed_call(name: str, texts: Mapping[str, str], tools: Tools) -> ToolCall:
+    schema = _parameters(name, tools)
     properties = _mapping(schema.get("properties"))
     arguments = {key: _typed(text, schema_types(properties.get(key), schema)) for key, text in texts.items()}
     return parsed_call({"name": name, "arguments": arguments})

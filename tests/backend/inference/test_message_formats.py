@@ -206,6 +206,25 @@ def test_reasoning_between_two_parts_of_content_does_not_join_them(text, content
     assert (piece.content, piece.reasoning) == (content, "Hm")
 
 
+@pytest.mark.parametrize(
+    ("parameters", "text", "calls"),
+    [
+        (None, "<|message|>", 1),
+        ({"type": "object", "properties": {}}, " <|constrain|>json<|message|>\n", 1),
+        ({"type": "object", "properties": {"zone": {}}}, "<|message|>", 0),
+        (None, "", 0),
+        (None, "adays<|message|>", 0),
+    ],
+)
+def test_a_call_of_gpt_oss_without_text_for_arguments_is_cut_off_unless_it_takes_none(parameters, text, calls):
+    tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
+    parser = message_parser(MessageFormats("openai", "harmony"), "", tools)
+    parser.feed(f"<|channel|>commentary to=functions.now{text}")
+    piece = parser.finish()
+    assert [call["function"]["arguments"] for call in piece.calls] == ["{}"] * calls
+    assert piece.malformed is not bool(calls)
+
+
 @pytest.mark.parametrize("folder", ["src/insitu/starter/model", "examples/help_desk/model"])
 def test_models_of_this_repository_write_as_hermes(folder):
     root = Path(__file__).parents[3]
