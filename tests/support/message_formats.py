@@ -200,7 +200,7 @@ FAMILIES = {
         ("Here is my thought process:", "Here is my response:"),
         "<|start_of_role|>",
     ),
-    "xlam": Family("xlam", "none", _LIST, hint='[{"name": "func_name1", "arguments": {}}]'),
+    "xlam": Family("xlam", "none", _LIST, hint='[{"name": "tool_call_name", "arguments": {}}]'),
     "minimax_m2": Family("minimax_m2", "think", _MINIMAX, _THINK),
     "kimi_k2": Family("kimi_k2", "none", _KIMI),
 }

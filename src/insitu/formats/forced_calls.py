@@ -140,6 +140,8 @@ class CallGrammar:
     def _value(self, schema: Mapping[str, Any], end: str, without: Iterable[str], *, is_union: bool) -> str:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values is not None:
+            if not values:
+                raise ValueError("an enum without values cannot be written")
             return self.text(*((each if isinstance(each, str) else json.dumps(each)) + end for each in values))
         if schema.get("type") != "string" and schema.keys() - _DESCRIPTIONS - {*_DEFINITIONS}:
             return f"{self.json(schema)} {self.text(end)}"

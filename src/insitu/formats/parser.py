@@ -20,9 +20,9 @@ from pydantic import AfterValidator
 
 from insitu.errors import BackendError
 from insitu.formats.forced_calls import Reasoning, forced_calls
-from insitu.formats.regions import CONTENT, REASONED, Kind, RegionScanner, regions
+from insitu.formats.regions import CONTENT, REASONED, UNDECIDED, Kind, RegionScanner, regions
 from insitu.formats.registry import NONE, REASONING, TOOLS, reasoning_format, recognize, renders_tools, tool_format
-from insitu.formats.tool_calls import Tools, call_id, parsed_call, tool_names
+from insitu.formats.tool_calls import Tools, call_id, mentions_call, parsed_call, tool_names
 from insitu.schemas.parts import names
 
 MALFORMED = "tool_call_malformed"
@@ -150,20 +150,26 @@ _PART = 256
 
 
 class _Held:
-    """Text without white space at its ends, which is held until more text follows."""
+    """Text without white space at its ends, which is held until more text follows.
+
+    Between two of its parts is the white space of the first, or a line break.
+    """
 
     def __init__(self, characters: str | None, *, from_start: bool) -> None:
         self._characters = characters
         self.from_start = from_start
-        """Whether white space at the beginning is dropped."""
+        """Whether white space at the beginning of a part is dropped."""
         self.space = ""
+        self._has_begun = False
 
     def add(self, text: str) -> str:
+        if self.from_start and (text := text.lstrip(self._characters)):
+            self.space = (self.space or "\n") if self._has_begun else ""
         text = self.space + text
-        text = text.lstrip(self._characters) if self.from_start else text
         kept = text.rstrip(self._characters)
         self.space = text[len(kept) :]
         self.from_start = self.from_start and not kept
+        self._has_begun = self._has_begun or bool(kept)
         return kept
 
 
@@ -186,31 +192,42 @@ class RegionParser(Parser):
         name = formats.tools if tools and formats.tools is not None else NONE
         self._format = tool_format(name) if name != NONE else None
         self._tools = tools
+        self._without_reasoning = partial(RegionParser, MessageFormats(name, NONE), "", tools, special)
         is_open = bool(opened_reasoning(formats.reasoning, prompt))
-        self._scanner = RegionScanner(regions(name, formats.reasoning, special), REASONED if is_open else CONTENT)
+        found, self._decided = (regions(name, formats.reasoning, special, undecided=each) for each in (True, False))
+        self._scanner = RegionScanner(found, REASONED if is_open else CONTENT)
+        self._undecided: list[str] = []
+        """All text from the first beginning of a call in reasoning on."""
         self._content, self._reasoning = _Held(None, from_start=False), _Held("\n", from_start=True)
         self._bodies: list[list[str]] = []
         """The texts of the regions of calls, in pieces."""
+        self._is_open = False
+        """Whether the last of these has not ended."""
         self._raw: list[str] = []
         """All text from the first call on."""
         self._after: list[str] = []
         """Content after the first call."""
         self._may_be_calls = self._format is not None and bool(self._format.whole)
         """Whether the content, which has not begun, may be calls as a whole."""
-        self._is_whole = False
+        self._is_whole = self._is_bare = False
+        """Whether they are, and whether any calls are without the delimiters of their format."""
 
     def feed(self, text: str) -> Piece:
         return self._read(text, final=False)
 
     def finish(self) -> Piece:
         content, reasoning, _, _ = self._read("", final=True)
+        if text := "".join(self._undecided):
+            self._scanner = RegionScanner(self._decided, CONTENT if self._are_calls(text) else REASONED)
+            rest = self._read(text, final=True)
+            content, reasoning = content + rest.content, reasoning + rest.reasoning
         if not self._raw:
             return Piece(content + self._content.space, reasoning)
         raw = "".join(self._raw)
         try:
             calls = self._calls(raw)
         except ValueError:
-            malformed = not self._is_whole or any(name in raw for name in tool_names(self._tools))
+            malformed = not self._is_bare or mentions_call(raw, self._tools)
             return Piece(content + self._content.space + raw, reasoning, malformed=malformed)
         after = "" if self._is_whole else "".join(self._after).strip()
         return Piece(content + (after and f"\n{after}"), reasoning, tuple(calls))
@@ -218,10 +235,15 @@ class RegionParser(Parser):
     def _read(self, text: str, *, final: bool) -> Piece:
         content, reasoning = [], []
         for region, kind, part in self._scanner.read(text, final=final):
-            if region.isdigit():
+            if region == UNDECIDED:
+                self._undecided.append(part)
+            elif region.isdigit():
                 self._raw.append(part)
+                self._is_open = kind is not Kind.END
                 if kind is Kind.START:
-                    self._bodies.append([])
+                    assert self._format is not None
+                    self._bodies.append([part] if part in self._format.bare else [])
+                    self._is_bare = self._is_bare or bool(self._bodies[-1])
                 elif kind is Kind.TEXT:
                     self._bodies[-1].append(part)
             elif region == REASONED:
@@ -242,18 +264,28 @@ class RegionParser(Parser):
         if self._may_be_calls and (start := text.lstrip()):
             self._may_be_calls = False
             assert self._format is not None
-            self._is_whole = start[0] in self._format.whole
+            self._is_whole = self._is_bare = start[0] in self._format.whole
             if self._is_whole:
                 self._raw.append(start)
                 text = text.removesuffix(start)
         return self._content.add(text)
 
+    def _are_calls(self, text: str) -> bool:
+        """Whether text within reasoning is nothing but calls of the request's tools, which end it."""
+        parser = self._without_reasoning()
+        parser.feed(text)
+        piece = parser.finish()
+        names = {call["function"]["name"] for call in piece.calls}
+        return bool(names) and names <= tool_names(self._tools) and not piece.content
+
     def _calls(self, raw: str) -> list[dict[str, Any]]:
         """Raises ValueError if a call cannot be parsed."""
         assert self._format is not None
+        if self._is_open and self._format.needs_end:
+            raise ValueError("the last call is cut off")
         texts = [raw] if self._is_whole else map("".join, self._bodies)
         calls = [call for text in texts for call in self._format.calls(text, self._tools)]
-        if self._is_whole and not {call.name for call in calls} <= tool_names(self._tools):
+        if self._is_bare and not {call.name for call in calls} <= tool_names(self._tools):
             raise ValueError("not calls of the request's tools")
         return [call.openai(self._format.new_id()) for call in calls]
 

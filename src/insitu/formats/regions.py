@@ -12,6 +12,8 @@ CONTENT, REASONED = "content", "reasoning"
 """Names of regions. Those of calls are numbered as in their format."""
 _ANSWER = "answer"
 """Content between delimiters."""
+UNDECIDED = "undecided"
+"""Text that follows the beginning of a call in reasoning, which it ends or mentions."""
 
 
 class Kind(Enum):
@@ -44,16 +46,22 @@ class Region(NamedTuple):
 
 
 @cache
-def regions(tools: str, reasoning: str, special: tuple[str, ...]) -> dict[str, Region]:
-    """The regions of two formats by name. `special` are tokens that are not text, outside of calls."""
+def regions(tools: str, reasoning: str, special: tuple[str, ...], *, undecided: bool) -> dict[str, Region]:
+    """The regions of two formats by name. `special` are tokens that are not text, outside of calls.
+
+    With `undecided`, the beginning of a call in reasoning leads to all text that follows.
+    """
     opening: list[tuple[str, str | None]] = []
-    found: dict[str, Region] = {}
+    calls = tool_format(tools).regions if tools != NONE else ()
+    undecided_starts = [(start, UNDECIDED) for start, _ in calls if undecided]
+    found: dict[str, Region] = {UNDECIDED: Region.of([], ())}
     if reasoning != NONE:
         form = reasoning_format(reasoning)
         for name, starts, ends in ((REASONED, form.start, form.end), (_ANSWER, *(form.content or ((), ())))):
             opening += [(start, name) for start in starts]
-            found[name] = Region.of([(end, CONTENT) for end in ends], special)
-    for number, (start, end) in enumerate(tool_format(tools).regions if tools != NONE else ()):
+            starts_of_calls = undecided_starts if name == REASONED else []
+            found[name] = Region.of([*((end, CONTENT) for end in ends), *starts_of_calls], special)
+    for number, (start, end) in enumerate(calls):
         opening.append((start, f"{number}"))
         found[f"{number}"] = Region.of([(end, CONTENT)] if end else [], ())
     return {CONTENT: Region.of(opening, special), **found}

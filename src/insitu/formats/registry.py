@@ -37,6 +37,10 @@ class ToolFormat:
     new_id: Callable[[], str] = call_id
     syntaxes: tuple[CallSyntax, ...] = ()
     """How calls are written that a request forces; empty if it cannot force any."""
+    needs_end: bool = False
+    """Whether a region without its end is no calls, as `parse` cannot see that they are cut off."""
+    bare: tuple[str, ...] = ()
+    """Delimiters of `regions` that are the beginning of the calls, which must be of the request's tools."""
 
     def calls(self, text: str, tools: Tools) -> list[ToolCall]:
         """The calls in the text of a region. Raises ValueError if it is not complete calls."""
@@ -83,9 +87,13 @@ _MINIMAX_TAGS = (("<minimax:tool_call>", "</minimax:tool_call>"),)
 _minimax_calls = partial(tool_calls.tagged_calls, tool_calls.MINIMAX)
 MINIMAX_M2 = ToolFormat(("<minimax:tool_call>",), _minimax_calls, _MINIMAX_TAGS, syntaxes=syntaxes.MINIMAX_M2)
 QWEN3_CODER = ToolFormat(
-    ("<function= <parameter=",), partial(tool_calls.tagged_calls, tool_calls.QWEN), _TAGS, syntaxes=syntaxes.QWEN3_CODER
+    ("<tool_call> <function= <parameter=",),
+    partial(tool_calls.tagged_calls, tool_calls.QWEN),
+    (*_TAGS, ("<function=", "</tool_call>")),
+    bare=("<function=",),
+    syntaxes=syntaxes.QWEN3_CODER,
 )
-GLM45 = ToolFormat(("<arg_key>",), tool_calls.glm_calls, _TAGS, syntaxes=syntaxes.GLM45)
+GLM45 = ToolFormat(("<arg_key>",), tool_calls.glm_calls, _TAGS, needs_end=True, syntaxes=syntaxes.GLM45)
 MISTRAL = ToolFormat(
     ("[TOOL_CALLS]",),
     tool_calls.mistral_calls,
@@ -95,8 +103,9 @@ MISTRAL = ToolFormat(
 )
 PHI4_MINI_JSON = ToolFormat(
     ("functools[", "<|tool_call|>", "<|tool|> <|/tool|>"),
-    tool_calls.json_calls,
-    (("functools", None), ("<|tool_call|>", "<|/tool_call|>")),
+    tool_calls.phi_calls,
+    (("functools[", None), ("<|tool_call|>", "<|/tool_call|>")),
+    bare=("functools[",),
     syntaxes=syntaxes.PHI4,
 )
 GRANITE = ToolFormat(
@@ -111,7 +120,7 @@ LLAMA4_PYTHONIC = ToolFormat(
     syntaxes=syntaxes.LLAMA4,
 )
 LLAMA3_JSON = ToolFormat(
-    ("<|python_tag|>", "<|start_header_id|>", '"parameters": dictionary'),
+    ("<|python_tag|>", '<|start_header_id|> "parameters":', '"parameters": dictionary'),
     tool_calls.json_calls,
     (("<|python_tag|>", None),),
     whole="{",
@@ -126,7 +135,7 @@ GEMMA3 = ToolFormat(
 )
 GEMMA4 = ToolFormat(("<|tool_call>",), tool_calls.gemma4_calls, (("<|tool_call>", "<tool_call|>"),))
 PYTHONIC = ToolFormat(("[func_name1(",), tool_calls.python_calls, whole="[", syntaxes=syntaxes.PYTHONIC)
-XLAM = ToolFormat(('"func_name1"', '"name": "arguments":'), tool_calls.json_calls, whole="[", syntaxes=syntaxes.XLAM)
+XLAM = ToolFormat(('"tool_call_name"',), tool_calls.json_calls, whole="[", syntaxes=syntaxes.XLAM)
 
 THINK = ReasoningFormat(("<think>",), ("<think>",), ("</think>",))
 DEEPSEEK_R1 = ReasoningFormat((), ("<think>",), ("</think>",), begins=True)
@@ -138,11 +147,13 @@ GRANITE_THOUGHT = ReasoningFormat(
 )
 GEMMA4_THOUGHT = ReasoningFormat(("<|channel>thought",), ("<|channel>thought\n",), ("<channel|>",))
 _ENDS = ("<|end|>", "<|return|>")
+_CONTENT_TYPES = ("", " <|constrain|>json", "<|constrain|>json", " json")
+_ANSWERS = [f"{name}{kind}" for name in ("final", "commentary") for kind in _CONTENT_TYPES]
 HARMONY = ReasoningFormat(
     ("<|channel|> <|start|>",),
     tuple(f"{turn}<|channel|>analysis<|message|>" for turn in (_TURN, "")),
     _ENDS,
-    (tuple(f"{turn}<|channel|>{name}<|message|>" for turn in (_TURN, "") for name in ("final", "commentary")), _ENDS),
+    (tuple(f"{turn}<|channel|>{name}<|message|>" for turn in (_TURN, "") for name in _ANSWERS), _ENDS),
     after=_TURN,
 )
 
@@ -177,7 +188,8 @@ def format_of(text: str, tools: Tools) -> str | None:
     for name in names(TOOLS):
         form = tool_format(name)
         parts = [
-            re.split(re.escape(end) if end else "$^", text.partition(start)[2], maxsplit=1)[0]
+            (start if start in form.bare else "")
+            + re.split(re.escape(end) if end else "$^", text.partition(start)[2], maxsplit=1)[0]
             for start, end in form.regions
             if start in text
         ]

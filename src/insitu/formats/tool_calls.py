@@ -51,6 +51,11 @@ def json_calls(text: str, tools: Tools) -> list[ToolCall]:
     return [call._replace(id=None) for call in _json_objects(text)]
 
 
+def phi_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """As `json_calls`, also after `functools`."""
+    return json_calls(text.removeprefix("functools"), tools)
+
+
 def _json_objects(text: str) -> list[ToolCall]:
     return [
         parsed_call(value, value.get("id") if isinstance(value, dict) else None)
@@ -126,12 +131,16 @@ def gemma4_calls(text: str, tools: Tools) -> list[ToolCall]:
 
 
 def harmony_calls(text: str, tools: Tools) -> list[ToolCall]:
-    """After `to=functions.`: the name, perhaps a channel and a content type, and the arguments."""
+    """After `to=functions.`: the name, perhaps a channel and a content type, and the arguments.
+
+    Without text for these, a call of a function that takes arguments is cut off.
+    """
     head, found, arguments = text.partition("<|message|>")
-    if not found:
-        raise ValueError("<|message|> is missing")
     name = re.split(r"[\s<]", head, maxsplit=1)[0]
-    return [parsed_call({"name": name, "arguments": arguments.strip() or "{}"})]
+    takes_none = name in tool_names(tools) and not _parameters(name, tools).get("properties")
+    if found and takes_none and not arguments.strip():
+        arguments = "{}"
+    return [parsed_call({"name": name, "arguments": arguments})]
 
 
 class TagPatterns(NamedTuple):
@@ -151,7 +160,7 @@ QWEN = TagPatterns(
 )
 MINIMAX = TagPatterns(
     re.compile(rf"<invoke name={_QUOTED}>(.*?)</invoke>", re.DOTALL),
-    re.compile(rf"<parameter name={_QUOTED}>\n?(.*?)\n?</parameter>", re.DOTALL),
+    re.compile(rf"<parameter name={_QUOTED}>(.*?)</parameter>", re.DOTALL),
 )
 
 
@@ -161,14 +170,21 @@ def tagged_calls(patterns: TagPatterns, text: str, tools: Tools) -> Iterator[Too
         yield _typed_call(name, dict(_only(patterns.argument, body, empty=True)), tools)
 
 
+_GLM_NAME = re.compile(r"[^\s<>{}\"]+")
 _GLM_ARGUMENT = re.compile(r"<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
 def glm_calls(text: str, tools: Tools) -> list[ToolCall]:
-    """The name, and `<arg_key>` with `<arg_value>` for each argument, whose type the tool's schema says."""
+    """The name, and `<arg_key>` with `<arg_value>` for each argument, whose type the tool's schema says.
+
+    Without arguments it must be the name of a tool: models also mention the tags around a call.
+    """
     name, found, rest = text.partition("<arg_key>")
+    name = name.strip()
+    if not _GLM_NAME.fullmatch(name) or not (found or name in tool_names(tools)):
+        raise ValueError(f"{name!r} is not the name of a function")
     arguments = {key.strip(): value for key, value in _only(_GLM_ARGUMENT, found + rest, empty=True)}
-    return [_typed_call(name.strip(), arguments, tools)]
+    return [_typed_call(name, arguments, tools)]
 
 
 def python_calls(text: str, tools: Tools) -> Iterator[ToolCall]:
@@ -212,6 +228,12 @@ def tool_names(tools: Tools) -> set[str]:
     return {str((tool.get("function") or {}).get("name")) for tool in tools}
 
 
+def mentions_call(text: str, tools: Tools) -> bool:
+    """Whether a text has the name of a tool where calls in JSON, in Python, or between tags have it."""
+    name = f"(?:{'|'.join(map(re.escape, tool_names(tools)))})"
+    return re.search(rf"""(?::\s*["']|<function=){name}(?!\w)|(?<!\w){name}\(""", text) is not None
+
+
 def parsed_call(value: Any, own_id: Any = None) -> ToolCall:
     """Raises ValueError unless `value` is an object with a name and arguments."""
     if not isinstance(value, dict):
@@ -226,11 +248,16 @@ def parsed_call(value: Any, own_id: Any = None) -> ToolCall:
     return ToolCall(name, arguments, own_id if isinstance(own_id, str) and own_id else None, text)
 
 
-def _typed_call(name: str, texts: Mapping[str, str], tools: Tools) -> ToolCall:
+def _parameters(name: str, tools: Tools) -> dict[str, Any]:
+    """The schema of a tool's arguments; empty if it has none."""
     functions = (tool.get("function") or {} for tool in tools)
-    schema = next((each.get("parameters") for each in functions if each.get("name") == name), None) or {}
-    properties = schema.get("properties") or {}
-    arguments = {key: _typed(text, resolved(properties.get(key), schema)) for key, text in texts.items()}
+    return _mapping(next((each.get("parameters") for each in functions if each.get("name") == name), None))
+
+
+def _typed_call(name: str, texts: Mapping[str, str], tools: Tools) -> ToolCall:
+    schema = _parameters(name, tools)
+    properties = _mapping(schema.get("properties"))
+    arguments = {key: _typed(text, schema_types(properties.get(key), schema)) for key, text in texts.items()}
     return parsed_call({"name": name, "arguments": arguments})
 
 
@@ -240,26 +267,31 @@ _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a property, with the keys of the definition of the root that it refers to, if it does.
 
-    Empty for what is no schema.
+    The only schema of `allOf` is such a definition, too. Empty for what is no schema.
     """
-    found: dict[str, Any] = schema if isinstance(schema, dict) else {}
+    found = _mapping(schema)
     for _ in range(_MAX_REFERENCES):
-        match = _REFERENCE.fullmatch(str(found.get("$ref")))
-        definitions = root.get(match[1]) if match else None
-        definition = definitions.get(match[2]) if match and isinstance(definitions, dict) else None
+        match, parts = _REFERENCE.fullmatch(str(found.get("$ref"))), found.get("allOf")
+        if match is not None:
+            key, definition = "$ref", _mapping(root.get(match[1])).get(match[2])
+        else:
+            key, definition = "allOf", parts[0] if isinstance(parts, list) and len(parts) == 1 else None
         if not isinstance(definition, dict):
             break
-        found = {**definition, **{key: value for key, value in found.items() if key != "$ref"}}
+        found = {**definition, **{name: value for name, value in found.items() if name != key}}
     return found
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 _MAX_REFERENCES = 8
 """One to another; they may go in a circle."""
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """A value of the type that `schema` allows; without a schema, JSON where the text is JSON, else text."""
-    types = schema_types(schema)
+def _typed(text: str, types: set[str]) -> Any:
+    """A value of one of these types; without any, JSON where the text is JSON, else text."""
     if types == {"string"}:
         return text
     try:
@@ -282,17 +314,21 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def schema_types(schema: Any) -> set[str]:
-    """The names of the types that a schema allows; empty if it does not say."""
-    if not isinstance(schema, dict):
-        return set()
-    stated = schema.get("type")
-    types = {stated} if isinstance(stated, str) else set(stated or ())
-    for name in ("anyOf", "oneOf"):
-        types = types.union(*map(schema_types, schema.get(name) or ()))
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not types and isinstance(values, list):
-        types = {name for name, kinds in _JSON_TYPES.items() if any(type(value) in kinds for value in values)}
+def schema_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """The names of the types that a schema allows, which may refer to definitions of the root; empty if unknown."""
+    types: set[str] = set()
+    schemas, seen = [schema], set[int]()
+    for each in schemas:  # more are added; definitions may refer to each other in a circle
+        each = resolved(each, root)
+        stated = each.get("type")
+        types |= {name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str)}
+        for branches in (each.get("anyOf"), each.get("oneOf")):
+            if isinstance(branches, list) and id(branches) not in seen:
+                seen.add(id(branches))
+                schemas += branches
+        values = [each["const"]] if "const" in each else each.get("enum")
+        if not stated and isinstance(values, list):
+            types |= {name for name, kinds in _JSON_TYPES.items() if any(type(value) in kinds for value in values)}
     return types
 
 

@@ -65,6 +65,7 @@ FEW = {
 SHORT = [{"type": "function", "function": {"name": "weather", "parameters": FEW}}, NOW]
 """Functions with few arguments, of which a model writes several calls in a moment."""
 BY_NAME = {"type": "function", "function": {"name": "weather"}}
+CIRCLE = {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}
 FORCED = [name for name in ALL_FAMILIES if name != "gemma4"]
 each_family = pytest.mark.parametrize("name", FORCED)
 
@@ -232,6 +233,8 @@ def function(name: str = "f", **parameters: Any) -> dict[str, Any]:
         ("qwen3_coder", {"tools": [function("a b")]}, "tool_choice", "'a b' cannot be written"),
         ("qwen3_coder", {"tools": [function(anyOf=[])]}, "tool_choice", "anyOf, which this format cannot write"),
         ("qwen3_coder", {"tools": [function(properties=5)]}, "tools", "no JSON schema"),
+        ("qwen3_coder", {"tools": [function(properties=CIRCLE, **{"$defs": CIRCLE})]}, "tools", "no JSON schema"),
+        ("qwen3_coder", {"tools": [function(properties={"a": {"enum": []}})]}, "tool_choice", "enum without values"),
     ],
 )
 async def test_what_cannot_be_forced_is_refused(

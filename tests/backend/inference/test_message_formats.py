@@ -1,6 +1,7 @@
 """Tool calls and reasoning in the forms that families of models write them in."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,29 @@ def test_formats_are_recognized(name):
     assert MessageFormats.of(family.source) == (family.tools, family.reasoning, None)
 
 
+_LLAMA = "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' }}{{ tools | tojson }}"
+_TOOLCALL = """{{ '<TOOLCALL>[{{"name": "tool_name1", "arguments": "tool_args1"}}]</TOOLCALL>' }}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        (_LLAMA + """{{ '{"name": "' + c.name + '", ' }}{{ '"parameters": ' }}""", "llama3_json"),
+        (_LLAMA + '[{"name": "tool_call_name", "arguments": {"arg1": "value1"}}, ...', "xlam"),
+        (_LLAMA + "{{ 'in the format [func_name1(params_name1=params_value1...), func_name2(params)]' }}", "pythonic"),
+        (_LLAMA + _TOOLCALL, None),
+        (_LLAMA, None),
+        ("{{ tools | tojson }}" + _TOOLCALL, None),
+        ("""{{ tools }}{{ '<tool_calls>[{"name": "func_name1", "arguments": {"argument1": "value1"}}]' }}""", None),
+        ("""{{ tools }}{{ '<tool_calls>\n{"name": <tool-name>, "arguments": <args-json-object>}' }}""", None),
+        ("{{ tools }}<seed:tool_call>\n<function=f>\n<parameter=a>\nvalue_1\n</parameter>", None),
+    ],
+)
+def test_formats_that_look_alike_in_templates(template, found):
+    """As in the templates of Llama 3.2, xLAM 2, ToolACE, Nemotron (Super, Nano), Hunyuan-A13B, MiniMax-M1, Seed-OSS."""
+    assert MessageFormats.of(template).tools == found
+
+
 @each_family
 @settings(max_examples=NUM_OUTPUTS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), cut=st.lists(st.integers(0, 400), max_size=6))
@@ -62,6 +86,7 @@ def test_a_damaged_output_is_read_alike_in_pieces_and_keeps_its_text(name, data,
         assert whole.content == text.strip() or whole.content == text
 
 
+_BARE = "<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>"
 _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
 
 
@@ -86,11 +111,33 @@ _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
         ("llama3", '{"answer": 3}', '{"answer": 3}', 0, False),
         ("llama3", '{"name": "Bob"}', '{"name": "Bob"}', 0, False),
         ("llama3", '{"name": "weather", "parameters": {"ci', None, 0, True),
+        ("llama3", '{"answer": "The weather is good"}', None, 0, False),
+        ("llama3", '{"function": "weather", "ci', None, 0, True),
+        ("xlam", '["weather", "news"]', None, 0, False),
+        ("xlam", '[{"name":"weather"', None, 0, True),
+        ("gemma3", "[1] This source describes weather in Bern.", None, 0, False),
+        ("pythonic", "[Note: the weather is nice today (in Bern).]", None, 0, False),
+        ("pythonic", "[weather(city='Be", None, 0, True),
+        ("phi4_functools", "Use functools.lru_cache, then weather.", None, 0, False),
+        ("phi4_functools", "functools[weather]", None, 0, False),
+        ("phi4_functools", 'functools[{"name": "weather", "arguments": {"city": "Be', None, 0, True),
         ("pythonic", "[1, 2]", "[1, 2]", 0, False),
         ("pythonic", "[weather('Bern')]", None, 0, True),
         ("pythonic", "[weather(city=open('x'))]", None, 0, True),
         ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nBern", None, 0, True),
+        ("qwen3_coder", f"I look.\n{_BARE}\n</tool_call>", "I look.", 1, False),
+        ("qwen3_coder", f"{_BARE}\n{_BARE}", "", 2, False),
+        ("qwen3_coder", _BARE[:-5], None, 0, True),
+        ("qwen3_coder", _BARE.replace("weather", "go"), None, 0, False),
+        ("qwen3_coder", f"<tool_call>{_BARE.replace('weather', 'go')}</tool_call>", "", 1, False),
         ("gpt_oss", "no channel", "no channel", 0, False),
+        ("gpt_oss", " to=functions.weather <|constrain|>json<|message|>", None, 0, True),
+        ("glm45", "<tool_call>weather</tool_call>", "", 1, False),
+        ("glm45", "<tool_call>weather", None, 0, True),
+        ("glm45", "<tool_call>weather<arg_key>city</arg_key><arg_value>Bern</arg_value>\n", None, 0, True),
+        ("glm45", '<tool_call>{"name": "weather", "arguments": {}}</tool_call>', None, 0, True),
+        ("glm45", "<tool_call>{<arg_key>city</arg_key><arg_value>Bern</arg_value></tool_call>", None, 0, True),
+        ("glm45", "Write <tool_call> and </tool_call> around calls", None, 0, True),
     ],
 )
 @pytest.mark.parametrize("size", [1, 10**6])
@@ -98,6 +145,84 @@ def test_what_is_no_complete_call_stays_in_the_text(name, text, content, calls, 
     piece = parsed(name, text, cuts=tuple(range(size, len(text), size)) if len(text) < 1000 else ())
     assert piece.content == (text if content is None else content)
     assert (len(piece.calls), piece.malformed, piece.reasoning) == (calls, malformed, "")
+
+
+_CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+_KIMI_CALL = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{}"
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "thoughts", "rest", "content", "calls"),
+    [
+        ("hermes", "think", "<think>Hm", f"\n{_CALL}{_CALL}", "", 2),
+        ("hermes", "think", "<think>Hm", _CALL.replace("Bern", "</think>"), "", 1),
+        ("kimi_k2", "think", "<think>Hm", _KIMI_CALL, "", 1),
+        ("openai", "harmony", "<|channel|>analysis<|message|>Hm", " to=functions.weather<|message|>{}<|call|>", "", 1),
+        ("hermes", "think", f"<think>As {_CALL}", "</think>No.", "No.", 0),
+        ("hermes", "think", f"<think>As <tool_call> or {_CALL}", f"</think>So {_CALL}", "So", 1),
+        ("hermes", "think", f"<think>As {_CALL} and", "", "", 0),
+        ("hermes", "think", f"<think>As {_CALL[:30]}", "", "", 0),
+        ("hermes", "think", f"<think>As {_CALL.replace('weather', 'go')}", "", "", 0),
+        ("kimi_k2", "think", f"<think>As {_KIMI_CALL[:-5]}", "", "", 0),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_a_call_ends_reasoning_if_nothing_else_does(tools, reasoning, thoughts, rest, content, calls, size):
+    parser, text = message_parser(MessageFormats(tools, reasoning), "", TOOLS), thoughts + rest
+    pieces = [parser.feed(text[at : at + size]) for at in range(0, len(text), size)]
+    pieces.append(parser.finish())
+    thought = re.sub(r"^<think>|.*<.message.>", "", thoughts)
+    assert ("".join(piece.reasoning for piece in pieces), "".join(piece.content for piece in pieces)) == (
+        thought,
+        content,
+    )
+    assert (len(pieces[-1].calls), pieces[-1].malformed) == (calls, False)
+
+
+@pytest.mark.parametrize("kind", ["", " <|constrain|>json", "<|constrain|>json", " json"])
+@pytest.mark.parametrize("channel", ["final", "commentary"])
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_content_of_gpt_oss_with_a_content_type(channel, kind, size):
+    text = f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>{channel}{kind}<|message|>{{}}"
+    piece = parsed("gpt_oss", text, "<|start|>assistant", tuple(range(size, len(text), size)))
+    assert (piece.content, piece.reasoning, piece.calls, piece.malformed) == ("{}", "Hm", (), False)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("Well. <think>Hm</think>So.", "Well. So."),
+        ("Well.\n\n<think>Hm</think>\nSo.", "Well.\n\nSo."),
+        ("Well.<think>Hm</think> So.", "Well.\nSo."),
+        ("\n<think>Hm</think>\n\nSo.", "So."),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_reasoning_between_two_parts_of_content_does_not_join_them(text, content, size):
+    piece = parsed("hermes", text, cuts=tuple(range(size, len(text), size)))
+    assert (piece.content, piece.reasoning) == (content, "Hm")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text", "calls"),
+    [
+        (None, "<|message|>", 1),
+        ({"type": "object", "properties": {}}, " <|constrain|>json<|message|>\n", 1),
+        ({"type": "object", "properties": {"zone": {}}}, "<|message|>", 0),
+        (None, "", 0),
+        (None, "adays<|message|>", 0),
+    ],
+)
+def test_a_call_of_gpt_oss_without_text_for_arguments_is_cut_off_unless_it_takes_none(parameters, text, calls):
+    tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
+    parser = message_parser(MessageFormats("openai", "harmony"), "", tools)
+    parser.feed(f"<|channel|>commentary to=functions.now{text}")
+    piece = parser.finish()
+    assert [call["function"]["arguments"] for call in piece.calls] == ["{}"] * calls
+    assert piece.malformed is not bool(calls)
 
 
 @pytest.mark.parametrize("folder", ["src/insitu/starter/model", "examples/help_desk/model"])

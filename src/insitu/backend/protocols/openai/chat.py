@@ -237,7 +237,7 @@ class ChatRequest(SamplingRequest):
             text = forced_grammar(self._formats, self.choice.forced, end, tokenizer.markers, several=several)
         except ValueError as error:
             raise RequestRefused(f"tool_choice: {error}", param="tool_choice", code="unsupported") from None
-        except (TypeError, AttributeError):  # keywords of other types than JSON schema has
+        except (TypeError, AttributeError, RecursionError):  # keywords of other types than JSON schema has, or circles
             raise RequestRefused("tools has parameters that are no JSON schema", param="tools") from None
         return Grammar("grammar", text, "tool_choice")
 

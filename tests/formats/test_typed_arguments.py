@@ -1,0 +1,89 @@
+"""Arguments of formats that write them without their types, which the tool's schema says."""
+
+import json
+from typing import Any
+
+import llguidance
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from message_formats import ALL_FAMILIES
+from taught_models import tokenizer_of
+
+from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.formats.parser import MessageFormats, forced_grammar, message_parser
+
+TEXTS = {"$ref": "#/$defs/texts"}
+DEFINITIONS = {"texts": {"type": "string", "enum": ["1", "true", "x"]}, "number": {"type": "integer"}}
+CIRCLE = {"allOf": [{"$ref": "#/$defs/circle"}]}
+FORMS = {
+    "qwen3_coder": ("<tool_call>\n<function=f>\n<parameter=a>\n", "\n</parameter>\n</function>\n</tool_call>"),
+    "glm45": ("<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>"),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">',
+        "</parameter>\n</invoke>\n</minimax:tool_call>",
+    ),
+}
+each_form = pytest.mark.parametrize("name", FORMS)
+
+
+def tools(**parameters: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **parameters}}}]
+
+
+def argument(name: str, text: str, **parameters: Any) -> Any:
+    start, end = FORMS[name]
+    parser = message_parser(MessageFormats(name, "none"), "", tools(**parameters))
+    parser.feed(start + text + end)
+    (call,) = parser.finish().calls
+    return json.loads(call["function"]["arguments"])["a"]
+
+
+@each_form
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (TEXTS, "1", "1"),
+        ({"anyOf": [TEXTS, {"type": "null"}], "default": None}, "1", "1"),
+        ({"anyOf": [TEXTS, {"type": "null"}]}, "true", "true"),
+        ({"anyOf": [TEXTS, {"type": "null"}]}, "null", None),
+        ({"oneOf": [TEXTS, {"$ref": "#/$defs/number"}]}, "1", 1),
+        ({"anyOf": [{"anyOf": [{"allOf": [TEXTS]}]}, {"type": "null"}]}, "1", "1"),
+        ({"allOf": [TEXTS], "description": "d"}, "1", "1"),
+        ({"type": ["string", "null"]}, "x", "x"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+    ],
+)
+def test_an_argument_has_a_type_of_its_schema(name: str, schema: Any, text: str, value: Any) -> None:
+    parameters: dict[str, Any] = {"properties": {"a": schema}, "required": ["a"], "$defs": DEFINITIONS}
+    assert repr(argument(name, text, **parameters)) == repr(value)
+    tokenizer = tokenizer_of(ALL_FAMILIES[name])
+    markers = ChatTokenizer(tokenizer).markers
+    grammar = forced_grammar(MessageFormats(name, "none"), tools(**parameters), "", markers, several=False)
+    tokens = LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=len(tokenizer), eos_token=tokenizer.eos_token_id)
+    matcher = LLMatcher(tokens, llguidance.grammar_from("grammar", grammar), log_level=0)
+    assert not matcher.get_error()
+    written = tokenizer.encode(text.join(FORMS[name]), add_special_tokens=False)
+    assert matcher.validate_tokens(written) == len(written)
+
+
+@each_form
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": ["a"]},
+        {"properties": {"a": ["string"]}},
+        {"properties": {"a": {"type": 5, "anyOf": 5, "oneOf": {}, "enum": 5, "allOf": []}}},
+        {"properties": {"a": {"type": [["string"]], "anyOf": [5, {"$ref": 5}]}}},
+        {"properties": {"a": CIRCLE}, "$defs": {"circle": {"anyOf": [CIRCLE, CIRCLE]}}},
+        {"properties": {"a": {"$ref": "#/$defs/circle"}}, "$defs": {"circle": {"$ref": "#/$defs/circle"}}},
+        {"properties": {"a": TEXTS}, "$defs": 5},
+    ],
+)
+def test_of_a_schema_that_is_none_an_argument_is_json(name: str, parameters: Any) -> None:
+    assert argument(name, "1", **parameters) == 1
+
+
+@each_form
+@pytest.mark.parametrize("text", ["def f():\n    pass\n", "\n\nx", "x", "\n", ""])
+def test_a_text_keeps_its_line_breaks(name: str, text: str) -> None:
+    assert argument(name, text, properties={"a": {"type": "string"}}) == text
