@@ -252,6 +252,8 @@ def test_prompts_and_texts_as_token_ids(served):
     plain = ask("/tokenize", prompt=TEXT, add_special_tokens=False)
     assert plain == {"tokens": TEXT_IDS, "count": len(TEXT_IDS), "max_model_len": 256}
     assert ask("/detokenize", tokens=TEXT_IDS) == {"prompt": TEXT}
+    characters = "<|im_start|>Zürich 日本 🙂"  # of several tokens each
+    assert ask("/detokenize", tokens=ask("/tokenize", prompt=characters)["tokens"]) == {"prompt": characters}
     assert "one" in ask("/tokenize", prompt=["a", "b"])["error"]["message"]
     assert "the vocabulary ends at 319" in ask("/detokenize", tokens=[320])["error"]["message"]
 
