@@ -680,6 +680,21 @@ def test_streamed_text_never_splits_a_character():
     assert tokens.decode_token(tokenizer.encode("é", add_special_tokens=False)[0]) == ("�", [0xC3])
 
 
+def test_tokens_without_text_are_not_decoded_again_and_again():
+    tokenizer = byte_tokenizer()
+    tokens, decoded = ChatTokenizer(tokenizer), []
+
+    def decode(ids: list[int], **options: bool) -> str:
+        decoded.append(len(ids))
+        return tokens.decode(ids, **options)
+
+    text = CompletionText(SimpleNamespace(decode=decode))
+    first_byte, *_ = smile = tokenizer.encode("🙂", add_special_tokens=False)
+    ids = [*smile, *[tokenizer.eos_token_id] * 300, *smile, *[first_byte] * 300, *smile]
+    assert "".join(map(text.add, ids)) + text.flush() == tokens.decode(ids)
+    assert max(decoded) < 100
+
+
 def test_stop_strings_are_found_across_parts():
     parts = ["abc E", "N", "x\n", "y E", "ND more", "the EN"]
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(parts[id] for id in ids))

@@ -17,6 +17,10 @@ from insitu.formats.templates import chosen_template
 
 _NULL_CONTENT = re.compile(r"\bcontent\\?['\"]?\]? is (?:not )?none")
 _REPLACEMENT = "\ufffd"
+_MOST_PENDING = 32
+"""Tokens without text that are decoded again with each further one; more are no beginning of a character."""
+_MOST_MISSING = 3
+"""Tokens that may be the start of a character of four bytes."""
 _MAX_CACHED_LENGTH = 4096
 """Characters of a cached prompt; longer ones seldom recur."""
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -150,9 +154,17 @@ class CompletionText:
     def _next_text(self, final: bool) -> str:
         before = self._decode(self._ids[self._context : self._emitted])
         now = self._decode(self._ids[self._context :])
+        end = len(self._ids)
+        if end - self._emitted > _MOST_PENDING and not final:
+            if now == before:  # special tokens, which are skipped
+                del self._ids[self._emitted :]
+            elif now.endswith(_REPLACEMENT):
+                settled = self._decode(self._ids[self._context : end - _MOST_MISSING])
+                if now.startswith(settled):  # invalid bytes, not the first ones of a character
+                    now, end, final = settled, end - _MOST_MISSING, True
         if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not final):
             return ""
-        self._context, self._emitted = self._emitted, len(self._ids)
+        self._context, self._emitted = self._emitted, end
         return now[len(before) :]
 
     def _before_stop(self, text: str) -> str:
