@@ -106,5 +106,5 @@ def longest(texts: Iterable[Text]) -> list[Text]:
 
 
 def part_of(text: Text, start: int, asked: Sequence[Text], found: dict[Text, Logprobs]) -> Logprobs:
-    """What `found` has of the tokens of `text` from `start` on; it may be the beginning of one of `longest`, `asked`."""
+    """What `found` has of the tokens of `text` from `start` on; it may be the beginning of one of the `longest`."""
     return found[asked[bisect_left(asked, text)]][start : len(text)]
