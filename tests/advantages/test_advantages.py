@@ -36,9 +36,9 @@ def test_equal_to_numpy(group):
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("scale", ["none", "sample_std", "population_std"])
-@pytest.mark.parametrize("group", [[], [3.0], [0.1, 0.1, 0.1], [7.0] * 5])
+@pytest.mark.parametrize("group", [[], [3.0], [0.1, 0.1, 0.1], [7.0] * 5, [0.1 + 0.2, 0.3, 0.3], [1e-200, 2e-200]])
 def test_nothing_to_compare_is_exactly_zero(group, baseline, scale):
-    assert group_advantages(group, AdvantageConfig(baseline=baseline, scale=scale)) == [0.0] * len(group)
+    assert group_advantages(group, AdvantageConfig(baseline=baseline, scale=scale, epsilon=0)) == [0.0] * len(group)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), -1e200])

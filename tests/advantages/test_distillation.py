@@ -29,7 +29,7 @@ from insitu.runs.records import restore_calls
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 from insitu.wire.connection import Connection
-from insitu.wire.prompt_logprobs import logprobs_of_texts
+from insitu.wire.prompt_logprobs import logprobs_of_texts, longest, part_of
 
 ROWS = 5
 GENERATIONS = 4
@@ -127,6 +127,23 @@ def test_what_the_teacher_cannot_be_compared_with_is_counted() -> None:
         call.sampling = {"temperature": 0}
     [(_, of_calls)] = estimate_epoch(epoch_of([several]), estimator(baseline=True)).advantages
     assert of_calls == {0: [-2.0], 1: [2.0]}, "their baseline is that of what is trained"
+
+
+def test_a_text_is_part_of_a_longer_one_whose_many_others_are_not_compared_with_it() -> None:
+    cuts = Counter[str]()
+
+    class Tokens(tuple[int, ...]):
+        def __getitem__(self, index: Any) -> Any:
+            cuts["in all"] += 1
+            return super().__getitem__(index)
+
+    turns = [Tokens((1, first, *[2] * size)) for first in range(300) for size in (0, 3, 5)]
+    asked = longest([Tokens((1, 300, 2)), *turns, *turns])
+    assert {*asked} == {*turns[2::3], (1, 300, 2)}
+    found = {text: [float(text[1]) + k for k in range(len(text))] for text in asked}
+    assert part_of(turns[4], 2, asked, found) == [3.0, 4.0, 5.0]
+    assert part_of(turns[5], 0, asked, found) == found[turns[5]]
+    assert cuts["in all"] < 5 * len(turns)
 
 
 # Runs

@@ -8,10 +8,10 @@ from factories import sampled
 
 from insitu.advantages.credit import AdvantageConfig, Credit, TrainedCalls, call_advantages
 from insitu.advantages.estimator import FunctionEstimator, GroupRelativeEstimator, estimate_epoch, training_rows
-from insitu.collect.conversations import main_conversation, text_content
+from insitu.collect.conversations import main_conversation
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
-from insitu.schemas.finetuning import EpisodeItemRole, Trajectory, TrajectoryCollection
+from insitu.schemas.finetuning import EpisodeItemRole, Trajectory, TrajectoryCollection, message_text, text_content
 
 CENTRED = AdvantageConfig(baseline="mean", scale="none")
 
@@ -165,11 +165,19 @@ def test_text_of_parts() -> None:
     parts = [
         {"type": "text", "text": "a"},
         {"type": "image_url", "image_url": {}},
-        "stray",
-        {"type": "text", "text": "b"},
+        "b",
+        {"type": "text", "text": None},
+        {"type": "text", "text": "c"},
     ]
-    assert text_content(parts) == "ab"
+    assert text_content(parts) == "abc"
     assert text_content(None) == ""
+
+
+def test_text_of_tool_calls() -> None:
+    function = {"type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    custom = {"type": "custom", "custom": {"name": "run_sql", "input": "select 1"}}
+    message = {"role": "assistant", "content": ["so"], "tool_calls": [function, custom]}
+    assert message_text(message) == 'so\nlook({"at": 1})\nrun_sql(select 1)'
 
 
 # credit

@@ -46,7 +46,9 @@ def test_zeros_and_ones_have_wilsons_interval(successes: int, n: int, low: float
     assert estimate == pytest.approx((successes / n, low, high, n), abs=1e-4)
 
 
-@pytest.mark.parametrize("values", [[0.9, 1.0, 1.0], [0.0, 0.0, 0.1], [0.02, 0.98], [1.0, 1.0, 0.99, 0.3]])
+@pytest.mark.parametrize(
+    "values", [[0.9, 1.0, 1.0], [0.0, 0.0, 0.1], [0.02, 0.98], [1.0, 1.0, 0.99, 0.3], [0.0, 1e-170], [1e-160, 2e-160]]
+)
 def test_values_between_0_and_1_have_no_interval_beyond(values: list[float]) -> None:
     mean, low, high, _ = mean_ci95(values)
     assert 0 <= low < mean < high <= 1

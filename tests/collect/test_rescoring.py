@@ -10,6 +10,7 @@ import pytest
 from factories import read_lines
 from test_inspection import Run, episode, failed, show
 
+from insitu.api.results import Run as Recorded
 from insitu.collect.datasets import find_dataset
 from insitu.config import Config, load_config
 from insitu.config.resolved import block_digest
@@ -166,6 +167,21 @@ def test_a_run_that_is_in_progress_is_left_alone(run: Path) -> None:
     assert refused.code == 2
     assert f"RUN_DIR: {run} is in use by process {os.getpid()}" in refused.err
     assert not (run / "rescores.jsonl").exists()
+
+
+def test_rows_in_groups_of_others_are_found(run: Path, write: Any) -> None:
+    """Groups of ART's clients may have episodes of several rows."""
+    made = Run(run.parent / "art")
+    made.store.write("run.json", json.loads((run / "run.json").read_text()))
+    made.add("r1", episode(0, "r1"), episode(0, "r2", output="lost"), episode(1, "r1"))
+    made.store.close()
+    found = Recorded(made.folder).episodes(row="r2")
+    assert ([e.key.row_id for e in found], len(found), found[-1].output) == (["r2"], 1, "lost")
+    assert len(Recorded(made.folder).episodes(row="r1")) == 2
+    rows = write(ROWS[:1], "rows.jsonl")
+    refused = rescore(made.folder, "--evaluator", "match", "--dataset", rows)
+    assert "1 of the rows of" in refused.err
+    assert "such as 'r2'" in refused.err
 
 
 def test_what_is_missing_or_has_changed_is_one_sentence(run: Path, write: Any) -> None:

@@ -204,6 +204,11 @@ def test_a_score_may_be_a_number_of_another_library(value: Any, score: float | N
     assert score is None or type(candidate.score) is float
 
 
+def test_a_call_without_messages_has_sampled_its_candidate() -> None:
+    candidates, _ = read([end(input="hi", output="x", score=1.0)], [call(0, "x", [])])
+    assert [(c.call, c.prompt) for c in candidates] == [(0, [])]
+
+
 def test_candidates_of_one_prompt_have_calls_of_their_own() -> None:
     steps = [end(input=HI, output="x", turn_id="t", score=s) for s in (1.0, 0.0)]
     candidates, _ = read(steps, [call(0, "x"), call(1, "x")])

@@ -1,5 +1,6 @@
 """The HTTP formats both sides of the wire share, against examples as servers send them."""
 
+import math
 from typing import Any
 
 import pytest
@@ -27,8 +28,21 @@ def test_events_are_parsed_as_they_were_formatted() -> None:
     assert (events, rest) == ([{"a": 1}, [2]], b"")
 
 
+def test_events_are_parsed_as_whole_bodies_are() -> None:
+    events, _ = parse_events(b'data:\n\ndata: {"a": Infinity, "b": "\\ud800"}\n\n')
+    assert events == [{"a": math.inf, "b": "\ud800"}]
+
+
 @pytest.mark.parametrize(
-    ("line", "data"), [(b"data:x\r", b"x"), (b"data: x ", b"x"), (b"event: x", None), (b"", None), (b": data: x", None)]
+    ("line", "data"),
+    [
+        (b"data:x\r", b"x"),
+        (b"data: x ", b"x"),
+        (b"event: x", None),
+        (b"", None),
+        (b": data: x", None),
+        (b"data:\r", None),
+    ],
 )
 def test_only_data_lines_have_data(line: bytes, data: bytes | None) -> None:
     assert event_data(line) == data

@@ -15,6 +15,11 @@ from insitu.schemas.config import matching_llms
 from insitu.schemas.episodes import Episode, ModelCall
 from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, Trajectory
 
+_ROUNDING = 1e-15
+"""Rewards that differ by a smaller share are equal, as 0.1 + 0.2 and 0.3 are."""
+_LEAST = 1e-150
+"""So are those with a smaller difference, whose square may be 0."""
+
 
 class TrainedCalls(NamedTuple):
     """Which calls of episodes are trained.
@@ -109,7 +114,8 @@ def member_advantages(
             if not abs(value) <= MAX_REWARD:  # NaN too
                 raise TrajectoryError(f"reward {index} of the group is {value}; allowed: {ALLOWED_REWARDS}")
     members = [index for index, member in enumerate(returns) if member]
-    if len(members) < 2 or len({value for member in returns for value in member}) < 2:
+    values = [value for member in returns for value in member]
+    if len(members) < 2 or math.isclose(min(values), max(values), rel_tol=_ROUNDING, abs_tol=_LEAST):
         return [[0.0] * len(member) for member in returns]
     means = {index: fmean(returns[index]) for index in members}
     mean = math.fsum(means.values()) / len(means)

@@ -45,7 +45,7 @@ def mean_ci95(values: Sequence[float], *, is_share: bool | None = None) -> Estim
     if is_share:
         # values between 0 and 1 vary less than zeros and ones of the same mean, as if there were more of them; how
         # much less, equal ones do not say
-        effective_n = n * mean * (1 - mean) / deviation**2 if deviation > 0 else n
+        effective_n = n * (mean / deviation) * ((1 - mean) / deviation) if deviation > 0 else n
         return Estimate(mean, *wilson(mean, effective_n, quantile), n)
     half = quantile * deviation / math.sqrt(n)
     return Estimate(mean, mean - half, mean + half, n)
@@ -58,7 +58,7 @@ def wilson(share: float, n: float, z: float) -> tuple[float, float]:
     doi:10.1093/jssam/smy019.
     """
     centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    half = z / (1 + z**2 / n) * math.hypot(math.sqrt(share * (1 - share)) / math.sqrt(n), z / (2 * n))
     # at a share of 0 or 1 one end is exact, but for rounding
     return (0.0 if share == 0 else centre - half), (1.0 if share == 1 else centre + half)
 

@@ -78,16 +78,22 @@ def _cell(value: Any) -> str:
 
 
 class Episodes(Sequence[Episode]):
-    """Recorded episodes in the order of their groups. They are read from the files when they are used."""
+    """Recorded episodes, or those of a row, in the order of their groups; read from the files when they are used."""
 
-    def __init__(self, stored: "StoredRun", groups: Sequence[StoredGroup]) -> None:
-        self._stored, self._groups = stored, groups
+    def __init__(self, stored: "StoredRun", groups: Sequence[StoredGroup], row: str | None = None) -> None:
+        self._stored, self._groups, self._row = stored, groups, row
 
     def __len__(self) -> int:
-        return sum(group.size for group in self._groups)
+        return sum(map(self._size, self._groups))
 
     def __iter__(self) -> Iterator[Episode]:
-        return (episode for group in self._groups for episode in self._stored.load(group))
+        return (episode for group in self._groups for episode in self._load(group))
+
+    def _load(self, group: StoredGroup) -> list[Episode]:
+        return [episode for episode in self._stored.load(group) if self._row in (None, episode.key.row_id)]
+
+    def _size(self, group: StoredGroup) -> int:
+        return group.size if self._row is None or len(group.rows) == 1 else len(self._load(group))
 
     @overload
     def __getitem__(self, index: int) -> Episode: ...
@@ -102,9 +108,9 @@ class Episodes(Sequence[Episode]):
     def _read(self, positions: Sequence[int]) -> list[Episode]:
         wanted, start, found = set(positions), 0, dict[int, Episode]()
         for group in self._groups:
-            numbers = range(start, start + group.size)
+            numbers = range(start, start + self._size(group))
             if not wanted.isdisjoint(numbers):
-                loaded = zip(numbers, self._stored.load(group), strict=True)
+                loaded = zip(numbers, self._load(group), strict=True)
                 found |= {number: episode for number, episode in loaded if number in wanted}
             start = numbers.stop
         return [found[position] for position in positions]
@@ -166,13 +172,13 @@ class Run(AbstractContextManager["Run"]):
         if not isinstance(epoch, int | None):
             raise ConfigError(f"epoch is {epoch!r}; it must be a number")
         stored = StoredRun(self.folder, epochs=None if epoch is None else [epoch])
-        groups = [group for group in stored.selected if row is None or group.row_id == str(row)]
+        groups = [group for group in stored.selected if row is None or str(row) in group.rows]
         if not groups and row is not None:
-            played = sorted({group.row_id for group in self._files.groups()}, key=natural)
+            played = sorted({name for group in self._files.groups() for name in group.rows}, key=natural)
             if str(row) not in played:
                 known = f"{len(played)} rows have some, such as {', '.join(played[:3])}" if played else "no row has any"
                 raise ConfigError(f"row: {self.folder} has no episodes of row {row!r}; {known}")
-        return Episodes(stored, groups)
+        return Episodes(stored, groups, None if row is None else str(row))
 
     def ask(
         self, question: Any, *, row: Any = None, checkpoint: str | None = None, temperature: float | None = None

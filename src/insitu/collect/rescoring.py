@@ -57,7 +57,7 @@ class Rescoring:
             "config_hash": digest,
             "dataset": find_dataset(self.config, dataset).record()["sha256"],
         }
-        missing = {group.row_id for group in self._run.selected} - self._rows.keys()
+        missing = {row for group in self._run.selected for row in group.rows} - self._rows.keys()
         if missing:
             raise ConfigError(
                 f"{len(missing)} of the rows of {folder} are not in the dataset, such as {min(missing)!r}: "

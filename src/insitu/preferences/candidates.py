@@ -181,7 +181,7 @@ def _is_shown(candidate: CandidateStep, call: ModelCall) -> bool:
     """Whether the call's prompt is the candidate's, or ends in a message with it."""
     prompt = candidate.prompt
     if isinstance(prompt, str):
-        return bool(prompt.strip()) and prompt.strip() in _text(call.messages[-1])
+        return bool(prompt.strip()) and any(prompt.strip() in _text(message) for message in call.messages[-1:])
     return prompt == call.messages
 
 

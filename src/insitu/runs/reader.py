@@ -223,7 +223,9 @@ class RunReader:
                     row_id, epoch = record["row_id"], record["epoch"]
                     logger.warning("%s; skipped the groups from row %r of epoch %d on", missing, row_id, epoch)
                     return
-            yield StoredGroup(record["epoch"], record["row_id"], record["num_episodes"], *blocks.values())
+            epoch, row_id, size = record["epoch"], record["row_id"], record["num_episodes"]
+            rows = record.get("rows", [row_id])
+            yield StoredGroup(epoch, row_id, size, blocks[files.EPISODES], blocks[files.CALLS], rows)
 
     def episode_records(self, groups: Iterable[StoredGroup]) -> Iterator[dict[str, Any]]:
         """The lines of `episodes.jsonl.gz` of groups."""

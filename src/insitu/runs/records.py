@@ -273,6 +273,8 @@ class StoredGroup(NamedTuple):
     """The number of its episodes, with those that were dropped."""
     episodes: Block
     calls: Block
+    rows: Sequence[str] = ()
+    """Those of its episodes, which may be others than `row_id`; the index does not say."""
 
 
 def format_problem(header: Mapping[str, Any]) -> str | None:

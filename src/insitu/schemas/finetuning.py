@@ -240,16 +240,17 @@ class EpisodeItemRole(StrEnum):
 
 
 def text_content(content: Any) -> str:
-    """A message's content as text; the text parts of a list of parts."""
+    """A message's content as text; of a list, its strings and text parts."""
     if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        return "".join(text for text in texts if isinstance(text, str))
     return "" if content is None else str(content)
 
 
 def message_text(message: Mapping[str, Any]) -> str:
     """A message as text: its content, then a line `name(arguments)` for each tool call."""
-    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    lines = [f"{function.get('name')}({function.get('arguments')})" for function in calls]
+    calls = [call.get("function") or call.get("custom") or {} for call in message.get("tool_calls") or ()]
+    lines = [f"{call.get('name')}({call.get('arguments', call.get('input'))})" for call in calls]
     return "\n".join([*filter(None, [text_content(message.get("content"))]), *lines])
 
 

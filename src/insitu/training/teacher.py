@@ -225,7 +225,7 @@ class Teacher:
         for model, of_model in by_model.items():
             asked = longest(text for _, _, text in of_model)
             found = await logprobs_of_texts(self._connection, self._endpoint.base_url, model, asked)
-            scores += [(call, part_of(text, start, found)) for call, start, text in of_model]
+            scores += [(call, part_of(text, start, asked, found)) for call, start, text in of_model]
         for call, logprobs in scores:
             call.teacher_logprobs = logprobs
 

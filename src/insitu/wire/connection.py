@@ -29,7 +29,7 @@ import aiohttp
 import orjson
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
-from insitu.wire.http_format import DONE, MALFORMED, error_message, parse_token_ids
+from insitu.wire.http_format import DONE, MALFORMED, error_message, load_json, parse_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -327,8 +327,8 @@ async def _chunks(data: bytes, limit: asyncio.Timeout, seconds: float | None) ->
 
 
 def event_data(line: bytes) -> bytes | None:
-    """The payload of a `data:` line of an event stream; None for any other line."""
-    return line[5:].strip() if line.startswith(b"data:") else None
+    """The payload of a `data:` line of an event stream; None for any other line, and for one without payload."""
+    return line[5:].strip() or None if line.startswith(b"data:") else None
 
 
 def parse_events(buffer: bytes) -> tuple[list[Any], bytes]:
@@ -337,7 +337,7 @@ def parse_events(buffer: bytes) -> tuple[list[Any], bytes]:
     if len(rest) > MAX_LINE:
         raise aiohttp.ClientPayloadError(f"a line of the stream has more than {MAX_LINE} bytes")
     payloads = map(event_data, lines)
-    return [orjson.loads(data) for data in payloads if data is not None and data != DONE], rest
+    return [load_json(data) for data in payloads if data is not None and data != DONE], rest
 
 
 def sampled_tokens(logprobs: Any) -> tuple[list[Any], list[float] | None]:

@@ -1,6 +1,8 @@
 """Log-probabilities of texts under a served model: the `prompt_logprobs` of vLLM, which `insitu backend` has too."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import orjson
@@ -95,15 +97,14 @@ def _read(connection: Connection, text: Text, entries: Any) -> Logprobs:
 
 
 def longest(texts: Iterable[Text]) -> list[Text]:
-    """Drops each text that is a prefix of another one, so that a conversation is asked about once, by its last turn."""
-    kept: list[Text] = []
-    for text in sorted(set(texts), key=len, reverse=True):
-        if not any(other[: len(text)] == text for other in kept):
-            kept.append(text)
-    return kept
+    """Drops each text that is a prefix of another one, so that a conversation is asked about once, by its last turn.
+
+    The texts are sorted: a prefix stands directly before the texts that begin with it.
+    """
+    ordered = sorted({*texts})
+    return [text for text, following in pairwise(ordered) if following[: len(text)] != text] + ordered[-1:]
 
 
-def part_of(text: Text, start: int, found: dict[Text, Logprobs]) -> Logprobs:
-    """What `found` has of the tokens of `text` from `start` on; it may be the beginning of a longer text."""
-    logprobs = next(logprobs for other, logprobs in found.items() if other[: len(text)] == text)
-    return logprobs[start : len(text)]
+def part_of(text: Text, start: int, asked: Sequence[Text], found: dict[Text, Logprobs]) -> Logprobs:
+    """What `found` has of the tokens of `text` from `start` on; it may be the beginning of one of the `longest`."""
+    return found[asked[bisect_left(asked, text)]][start : len(text)]

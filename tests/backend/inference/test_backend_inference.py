@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -25,15 +26,18 @@ from openai.types.chat import ChatCompletion
 from processes import HANGS, LOGGED_BACKEND, Process, forked_python, serving
 from processes import run as run_command
 from tiny_models import byte_tokenizer, save_tiny_model
+from tokenizers import Tokenizer, decoders, models
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.engine import Engine
-from insitu.backend.inference.sampler import GenerationRequest, OutputDelta, SamplingParams
+from insitu.backend.inference.sampler import GenerationRequest, OutputDelta, SampledTokens, SamplingParams
 from insitu.backend.inference.tokenizer import ChatTokenizer, CompletionText
 from insitu.backend.model import load_model
 from insitu.backend.protocols.openai.chat import ChatRequest, Message, template_messages
+from insitu.backend.protocols.openai.text import TextFormatter, TextRequest
 from insitu.backend.server import run
 from insitu.errors import InsituError
 
@@ -252,6 +256,8 @@ def test_prompts_and_texts_as_token_ids(served):
     plain = ask("/tokenize", prompt=TEXT, add_special_tokens=False)
     assert plain == {"tokens": TEXT_IDS, "count": len(TEXT_IDS), "max_model_len": 256}
     assert ask("/detokenize", tokens=TEXT_IDS) == {"prompt": TEXT}
+    characters = "<|im_start|>Zürich 日本 🙂"  # of several tokens each
+    assert ask("/detokenize", tokens=ask("/tokenize", prompt=characters)["tokens"]) == {"prompt": characters}
     assert "one" in ask("/tokenize", prompt=["a", "b"])["error"]["message"]
     assert "the vocabulary ends at 319" in ask("/detokenize", tokens=[320])["error"]["message"]
 
@@ -676,6 +682,40 @@ def test_streamed_text_never_splits_a_character():
     assert half.add(tokenizer.encode("🙂", add_special_tokens=False)[0]) == ""
     assert half.flush() == "�"
     assert tokens.decode_token(tokenizer.encode("é", add_special_tokens=False)[0]) == ("�", [0xC3])
+
+
+def test_tokens_keep_the_space_that_a_decoder_drops_at_the_start_of_a_text():
+    vocabulary = ["<unk>", "</s>", "▁Hello", "▁world", "!", "▁"]
+    model = models.WordLevel({token: number for number, token in enumerate(vocabulary)}, unk_token="<unk>")
+    fast = Tokenizer(model)  # with the decoder of Llama 2
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    special = {"eos_token": "</s>", "unk_token": "<unk>", "chat_template": "{{ messages }}"}
+    tokens = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, **special))
+    ids = [2, 3, 4, 5, 3]
+    texts, raw = zip(*map(tokens.decode_token, ids), strict=True)
+    assert ("".join(texts), bytes(itertools.chain(*raw))) == (" Hello world!  world", b" Hello world!  world")
+    request = TextRequest(model="m", prompt=[2], logprobs=0)
+    output = OutputDelta(0, tokens.decode(ids), SampledTokens(ids, [0.0] * 5, [None] * 5), "length")
+    (choice,) = TextFormatter(request, [[2]], tokens).response([output])["choices"]
+    assert [choice["text"][at:] for at in choice["logprobs"]["text_offset"]] == [
+        "Hello world!  world",
+        *(" world!  world", "!  world", "  world", " world"),
+    ]
+
+
+def test_tokens_without_text_are_not_decoded_again_and_again():
+    tokenizer = byte_tokenizer()
+    tokens, decoded = ChatTokenizer(tokenizer), []
+
+    def decode(ids: list[int], **options: bool) -> str:
+        decoded.append(len(ids))
+        return tokens.decode(ids, **options)
+
+    text = CompletionText(SimpleNamespace(decode=decode))
+    first_byte, *_ = smile = tokenizer.encode("🙂", add_special_tokens=False)
+    ids = [*smile, *[tokenizer.eos_token_id] * 300, *smile, *[first_byte] * 300, *smile]
+    assert "".join(map(text.add, ids)) + text.flush() == tokens.decode(ids)
+    assert max(decoded) < 100
 
 
 def test_stop_strings_are_found_across_parts():

@@ -17,6 +17,10 @@ from insitu.formats.templates import chosen_template
 
 _NULL_CONTENT = re.compile(r"\bcontent\\?['\"]?\]? is (?:not )?none")
 _REPLACEMENT = "\ufffd"
+_MOST_PENDING = 32
+"""Tokens without text that are decoded again with each further one; more are no beginning of a character."""
+_MOST_MISSING = 3
+"""Tokens that may be the start of a character of four bytes."""
 _MAX_CACHED_LENGTH = 4096
 """Characters of a cached prompt; longer ones seldom recur."""
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -34,6 +38,7 @@ class ChatTokenizer:
         self._special = dict(tokenizer.special_tokens_map)
         self._encode = lru_cache(1024)(lambda text, special: self._fast.encode(text, add_special_tokens=special).ids)
         self.decode_token = cache(self._decode_token)
+        self._visible = self.encode("a", add_special_tokens=False)
         self.eos_token_ids = frozenset(eos_token_ids) | {tokenizer.eos_token_id} - {None}
         self.formats = MessageFormats.of(tokenizer.chat_template, getattr(tokenizer, "response_template", None))
         """How the model writes tool calls and reasoning."""
@@ -112,8 +117,12 @@ class ChatTokenizer:
         return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def _decode_token(self, token_id: int) -> tuple[str, list[int]]:
-        """A single token's text and UTF-8 bytes (a token may be part of a character)."""
-        text = self._fast.decode([token_id], skip_special_tokens=False)
+        """A single token's text and UTF-8 bytes (a token may be part of a character).
+
+        It is decoded after another one: some decoders drop a space at the start.
+        """
+        before, both = (self.decode([*self._visible, *ids], skip_special_tokens=False) for ids in ([], [token_id]))
+        text = both.removeprefix(before)
         raw = _raw_bytes(self._fast.id_to_token(token_id) or "") if _REPLACEMENT in text else None
         return text, list(text.encode() if raw is None else raw)
 
@@ -150,9 +159,17 @@ class CompletionText:
     def _next_text(self, final: bool) -> str:
         before = self._decode(self._ids[self._context : self._emitted])
         now = self._decode(self._ids[self._context :])
+        end = len(self._ids)
+        if end - self._emitted > _MOST_PENDING and not final:
+            if now == before:  # special tokens, which are skipped
+                del self._ids[self._emitted :]
+            elif now.endswith(_REPLACEMENT):
+                settled = self._decode(self._ids[self._context : end - _MOST_MISSING])
+                if now.startswith(settled):  # invalid bytes, not the first ones of a character
+                    now, end, final = settled, end - _MOST_MISSING, True
         if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not final):
             return ""
-        self._context, self._emitted = self._emitted, len(self._ids)
+        self._context, self._emitted = self._emitted, end
         return now[len(before) :]
 
     def _before_stop(self, text: str) -> str:

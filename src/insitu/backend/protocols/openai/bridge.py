@@ -48,7 +48,7 @@ def bridged_prompt(
     text = _common_end(first, second)
     sampled = continuation.token_ids
     if sampled[-1] in tokenizer.eos_token_ids:
-        _, found, text = text.partition(tokenizer.decode_token(sampled[-1])[0])
+        _, found, text = text.partition(tokenizer.decode(sampled[-1:], skip_special_tokens=False))
         if not found:
             return None
     elif messages[last].get("tool_calls"):  # cut off: what is missing of them is unknown

@@ -281,7 +281,7 @@ class TextFormatter(ResponseFormatter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._offsets = [0] * len(self.prompts)
+        self._offsets: dict[int, int] = {}
 
     def _choice(self, index: int, output: OutputDelta) -> dict[str, Any]:
         return {
@@ -300,8 +300,13 @@ class TextFormatter(ResponseFormatter):
         if self.compact:
             return {"token_logprobs": output.tokens.logprobs}
         texts = [self._token_text(token.id) for token in output.tokens]
-        lengths = (len(self.tokenizer.decode_token(token_id)[0]) for token_id in output.tokens.ids)
-        *offsets, self._offsets[index] = itertools.accumulate(lengths, initial=self._offsets[index])
+        ids = output.tokens.ids
+        lengths = [len(self.tokenizer.decode_token(token_id)[0]) for token_id in ids]
+        if ids and index not in self._offsets:  # some decoders drop the space that a text starts with
+            lengths[0] = len(self.tokenizer.decode(ids[:1], skip_special_tokens=False))
+        *offsets, end = itertools.accumulate(lengths, initial=self._offsets.get(index, 0))
+        if ids:
+            self._offsets[index] = end
         top = [
             {self._token_text(other): logprob for other, logprob in token.top or ()} | {text: token.logprob}
             for text, token in zip(texts, output.tokens, strict=True)

@@ -53,7 +53,7 @@ def token_routes(services: Services) -> list[ApiRoute]:
         if (highest := max(request.tokens, default=0)) >= sampler.vocab_size:
             problem = f"tokens has the token {highest}; the vocabulary ends at {sampler.vocab_size - 1}"
             raise RequestRefused(problem, param="tokens")
-        return "".join(sampler.tokenizer.decode_token(token)[0] for token in request.tokens)
+        return sampler.tokenizer.decode(request.tokens, skip_special_tokens=False)
 
     async def tokenize(request: web.Request) -> web.Response:
         # a chat template is a program of the model's author, which may loop
