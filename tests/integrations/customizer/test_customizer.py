@@ -149,6 +149,7 @@ async def test_a_run_collects_uploads_trains_and_reports(tmp_path: Path, nemo: F
 async def test_each_run_has_its_own_dataset_job_and_model(tmp_path: Path, nemo: FakeNeMo) -> None:
     for _ in range(2):
         await run(tmp_path, nemo, adapter={"dataset_name": "moves"})
+        (tmp_path / "run/progress.json").write_text("{")  # damaged, which does not matter to a new run
     assert len(nemo.jobs) == len(nemo.repositories) == len(nemo.datasets) == 2
     assert len({job["output_model"].split("@")[0] for job in nemo.jobs.values()}) == 2
     first, second = nemo.datasets
@@ -709,12 +710,14 @@ async def test_an_interrupted_run_cancels_its_job(tmp_path: Path, nemo: FakeNeMo
     assert nemo.requested("POST .*/cancel") == 1
     final = json.loads((tmp_path / "run/final_metrics.json").read_text())
     assert final["status"] == "canceled" or (final["status"] is None and pattern.startswith("POST"))
-    nemo.script = ["completed"]
-    nemo.fail("GET .*namespaces", 403, times=1)
-    with pytest.raises(BackendError, match="403"):
-        await resume(tmp_path, nemo)
-    done = await resume(tmp_path, nemo)
-    assert done.json("final_metrics.json")["job"]["job_id"] == "cust-1"
+    nemo.script = ["running", "cancelled"]
+    for refused in ("GET .*namespaces", "POST .*jobs$"):
+        nemo.fail(refused, 403, times=1)
+        with pytest.raises(BackendError, match="403"):
+            await resume(tmp_path, nemo)
+    for _ in range(2):  # the new job was canceled by others
+        with pytest.raises(JobFailed, match="job cust-1 ended as canceled"):
+            await resume(tmp_path, nemo)
 
 
 async def test_a_job_that_could_not_be_canceled_is_waited_for(
