@@ -648,20 +648,21 @@ async def test_the_model_is_deployed(tmp_path: Path, nemo: FakeNeMo) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "message"),
+    ("script", "message", "gpu"),
     slow_but_at(
         {1},
         [
             (
                 ["pending", "failed"],
                 r"job cust-0 is completed \(model games/.*\), but deployment .* is failed: pulling",
+                1,
             ),
-            (["pending"], r"job cust-0 is completed .*, but deployment games/bot is not ready after 0.1 s"),
+            (["pending"], r"job cust-0 is completed .*, but deployment games/bot is not ready after 0.1 s", 2),
         ],
     ),
 )
 async def test_a_deployment_that_fails_is_a_failure_and_is_tried_again(
-    tmp_path: Path, nemo: FakeNeMo, script: list[str], message: str
+    tmp_path: Path, nemo: FakeNeMo, script: list[str], message: str, gpu: int
 ) -> None:
     options = {
         "deploy_on_completion": True,
@@ -672,9 +673,27 @@ async def test_a_deployment_that_fails_is_a_failure_and_is_tried_again(
     with pytest.raises(BackendError, match=message):
         await run(tmp_path, nemo, adapter=options)
     assert message.split(" is completed")[0] in json.loads((tmp_path / "run/final_metrics.json").read_text())["error"]
-    nemo.deployments["games/bot"]["script"] = ["ready"]
+    nemo.deployment_script = ["pending", "ready"]
+    options |= {"deployment_timeout_seconds": 30, "deployment_config": {"deployment_name": "bot", "gpu": gpu}}
     done = await resume(tmp_path, nemo, adapter=options)
     assert (len(nemo.jobs), done.json("final_metrics.json")["status"]) == (1, "completed")
+    assert nemo.deployments["games/bot"]["config"]["nim_deployment"]["gpu"] == gpu
+    assert nemo.requested("DELETE") == 1
+
+
+async def test_a_deployment_that_another_has_made_of_the_model_is_not_replaced(tmp_path: Path, nemo: FakeNeMo) -> None:
+    options: dict[str, Any] = {"deploy_on_completion": True, "deployment_timeout_seconds": 0.1}
+    nemo.deployment_script = ["pending"]
+    with pytest.raises(BackendError, match="is not ready after"):
+        await run(tmp_path, nemo, adapter=options)
+    [deployment] = nemo.deployments.values()
+    deployment |= {"custom_fields": {}, "script": ["ready"]}
+    options["deployment_config"] = {"image_tag": "1.8"}
+    expected = r"exists already, serves games/.*, and is completed, with .*'image_tag': 'latest'.*; delete it or choose"
+    with pytest.raises(RequestRefused, match=expected):
+        await resume(tmp_path, nemo, adapter=options)
+    await resume(tmp_path, nemo, adapter={"deploy_on_completion": True})  # as it is
+    assert nemo.requested("DELETE") == 0
 
 
 async def test_a_deployment_of_another_model_is_not_replaced(tmp_path: Path, nemo: FakeNeMo) -> None:
