@@ -169,6 +169,14 @@ async def polled(what: str, request: Callable[[], Awaitable[T]], interval: float
             await asyncio.sleep(max(interval, error.retry_after))
 
 
+async def status_of(adapter: TrainerAdapter, ref: TrainingJobRef) -> TrainingJobStatus:
+    """The status of a job, requested again after transient errors as often as a `JobAdapter` says."""
+    if not isinstance(adapter, JobAdapter):
+        return await adapter.status(ref)
+    limits = adapter.poll_interval, adapter.max_status_failures, adapter.address
+    return await polled(job_label(ref), lambda: adapter.status(ref), *limits)
+
+
 async def wait_for_job(
     adapter: Any,
     ref: TrainingJobRef,

@@ -611,6 +611,7 @@ async def test_one_turn_has_no_validation_records(tmp_path: Path, nemo: FakeNeMo
 
 
 async def test_a_run_need_not_wait_for_its_job(tmp_path: Path, nemo: FakeNeMo) -> None:
+    nemo.fail("GET .*jobs/", 503, times=2)
     done = await run(tmp_path, nemo, trainer={"wait_for_completion": False})
     assert [status.status for status in done.statuses] == [TrainingStatusEnum.PENDING]
     assert done.json("final_metrics.json")["status"] == "pending"

@@ -27,7 +27,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.training.interfaces import PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder
-from insitu.training.jobs import UNFINISHED, check_completed, job_label, submit_once, wait_for_job
+from insitu.training.jobs import UNFINISHED, check_completed, job_label, status_of, submit_once, wait_for_job
 from insitu.training.metrics import collected_metrics
 from insitu.training.report import counts
 from insitu.training.run import RunTrainer, check_collected, settings_of
@@ -179,7 +179,7 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
     async def _status_of(self, ref: TrainingJobRef) -> TrainingJobStatus:
         """Waits for the job, if configured. Raises JobFailed if it has failed or was canceled."""
         if not self.trainer_config.wait_for_completion:
-            status = await self.trainer_adapter.status(ref)
+            status = await status_of(self.trainer_adapter, ref)
         else:
             with self._run.report.phase(f"waiting for {job_label(ref)}"):
                 status = await wait_for_job(self.trainer_adapter, ref, self._run.state.watchdog, self._note)
