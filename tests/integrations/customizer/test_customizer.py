@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -551,7 +552,7 @@ async def test_a_dataset_of_another_run_is_not_overwritten(tmp_path: Path, nemo:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     slow_after(
-        9,
+        11,
         [
             (
                 {"adapter": {"create_namespace_if_missing": False}},
@@ -569,6 +570,8 @@ async def test_a_dataset_of_another_run_is_not_overwritten(tmp_path: Path, nemo:
             ({"adapter": {"namespace": "a/b"}}, "namespace"),
             ({"adapter": {"dataset_name": "../x"}}, "dataset_name"),
             ({"adapter": {"max_consecutive_status_failures": 11}}, "max_consecutive_status_failures"),
+            ({"adapter": {"hyperparameters": {"learning_rate": math.inf}}}, "learning_rate.* finite number"),
+            ({"adapter": {"request_timeout": math.inf}}, "request_timeout.* finite number"),
             (
                 {"finetuning": {"curriculum_learning": {"enabled": True}}},
                 "curriculum_learning: nemo_customizer_trainer",
