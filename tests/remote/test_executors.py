@@ -2,9 +2,11 @@
 
 import json
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import processes
@@ -20,6 +22,7 @@ from insitu.collect.episodes import AttemptResult, EpisodeOptions, open_workflow
 from insitu.config import Config, load_config
 from insitu.config.resolved import resolved_config
 from insitu.errors import ConfigError, RequestRefused
+from insitu.integrations.ray.cluster import RayExecutorConfig, connected
 from insitu.integrations.ray.worker import EpisodeWorker, Opening, Target
 from insitu.remote.attempt_records import ServedPolicy, read_result, request_fields
 from insitu.remote.client import ServiceSession
@@ -152,6 +155,24 @@ async def test_ray_is_not_installed(tmp_path: Path, server: FakeOpenAI) -> None:
             async with open_workflow(builder, None):
                 pass
     assert ".[ray]" in str(error.value)
+
+
+async def test_what_only_ray_init_takes_is_refused_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(gcs_address="10.0.0.5:6379")
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    config = load(tmp_path, {"_type": "policy"})
+    for settings, message in (
+        ({"address": "10.0.0.6:6379"}, "executor.address is '10.0.0.6:6379', but .* connected to 10.0.0.5:6379"),
+        ({"runtime_env": {"pip": ["chess"]}}, "executor.runtime_env.pip: this process has called ray.init"),
+        ({"runtime_env": {"env_vars": {"LEVEL": "3"}}}, "executor.runtime_env.env_vars: this process has called"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            async with connected(RayExecutorConfig(workers=1, **settings), config):
+                pass
+    usable = {"address": "10.0.0.5:6379", "runtime_env": {"env_vars": {"MY_PAT": "pat-of-the-worker-1"}}}
+    async with connected(RayExecutorConfig(workers=1, **usable), config) as cluster:
+        assert cluster.environment["MY_PAT"] == "pat-of-the-worker-1"
 
 
 async def test_two_keys_say_where_episodes_run(tmp_path: Path, server: FakeOpenAI) -> None:

@@ -174,6 +174,7 @@ class FakeNeMo:
             web.post("/v1/customization/jobs/{id}/cancel", self._cancel_job),
             web.post("/v1/deployment/model-deployments", self._create_deployment),
             web.get("/v1/deployment/model-deployments/{namespace}/{name}", self._deployment),
+            web.delete("/v1/deployment/model-deployments/{namespace}/{name}", self._delete_deployment),
         ]
 
     async def _create_namespace(self, request: web.Request) -> web.Response:
@@ -301,7 +302,17 @@ class FakeNeMo:
         body = self._deployment_body(name)
         if len(script := self.deployments[name]["script"]) > 1:
             del script[0]
+        elif script == ["cancelled"]:
+            del self.deployments[name]
         return web.json_response(body)
+
+    async def _delete_deployment(self, request: web.Request) -> web.Response:
+        """It is there until it was looked at twice, as at the service, where this takes minutes."""
+        name = "{namespace}/{name}".format(**request.match_info)
+        if name not in self.deployments:
+            return _refused(404, f"no deployment {name}")
+        self.deployments[name]["script"] = ["cancelling", "cancelled"]
+        return web.json_response({"message": "Resource deleted successfully.", "id": name})
 
     # Data Store
 

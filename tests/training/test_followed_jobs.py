@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from waiting import until
 
-from insitu.errors import BackendError, BackendUnavailable, JobFailed, JobLost
+from insitu.collect.watchdog import Watchdog
+from insitu.errors import BackendError, BackendUnavailable, JobFailed, JobLost, Stalled
 from insitu.plugin_api import JobAdapter, TrainerAdapterConfig, TrainingJobRef, TrainingJobStatus, TrajectoryCollection
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.training.jobs import check_completed, follow, job_warnings, new_version, submit_once
+from insitu.training.jobs import check_completed, follow, job_warnings, new_version, submit_once, wait_for_job
 
 REF = TrainingJobRef(run_id="r", backend="scripted", metadata={"job_id": "j-1"})
 COLLECTION = TrajectoryCollection(trajectories=[], run_id="r", epoch=2)
@@ -94,6 +95,13 @@ async def test_an_interruption_is_told_to_the_adapter_and_its_status_reported() 
     with pytest.raises(asyncio.CancelledError):
         await task
     assert [reported[0].status, reported[-1].status] == ["running", "canceled"]
+
+
+async def test_a_job_of_a_run_that_has_stalled_continues() -> None:
+    reported: list[TrainingJobStatus] = []
+    with pytest.raises(Stalled, match=r"waiting for training job j-1 .*; pending for"):
+        await wait_for_job(Scripted("pending"), REF, Watchdog(None, 0.05), reported.append)
+    assert [status.status for status in reported] == ["pending"]
 
 
 async def test_what_an_earlier_process_has_submitted_is_searched_first() -> None:

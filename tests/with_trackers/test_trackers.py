@@ -154,7 +154,7 @@ def test_wandb(tracked: Callable[..., Path]) -> None:
 
     folder = tracked("wandb", WANDB_MODE="offline")
     values: dict[str, list[tuple[int, float]]] = {}
-    ids, tables, settings = set(), [], {}
+    ids, tables, exits, settings = set(), [], [], {}
     for path in sorted(folder.glob("trackers/wandb/offline-run-*/run-*.wandb")):
         for data in wandb_records(path.read_bytes()):
             record = proto.Record()
@@ -162,6 +162,8 @@ def test_wandb(tracked: Callable[..., Path]) -> None:
             if record.WhichOneof("record_type") == "run":
                 ids.add(record.run.run_id)
                 settings |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            if record.WhichOneof("record_type") == "exit":
+                exits.append(record.exit.exit_code)
             for item in record.history.item:
                 name, value = item.key or "/".join(item.nested_key), json.loads(item.value_json)
                 if name == "validation/scores/nrows":
@@ -169,6 +171,7 @@ def test_wandb(tracked: Callable[..., Path]) -> None:
                 elif name in expected():
                     values.setdefault(name, []).append((record.history.step.num, value))
     assert len(ids) == 1
+    assert sorted(exits) == [0, 0, 1]  # an interrupted run is not shown as finished
     assert settings["llms.player.api_key"] == "***"
     assert {name: by_epoch(given) for name, given in values.items()} == expected()
     assert tables == [(epoch, 2) for epoch in (0, 2, 3)]

@@ -72,6 +72,7 @@ class Watchdog:
         self._watched = 0
         self._loop_ran_at = 0.0
         self._moved_at = self._reported_at = time.monotonic()
+        self.has_stalled = False
 
     @property
     def interval(self) -> float | None:
@@ -125,6 +126,7 @@ class Watchdog:
             return
         now = time.monotonic()
         if self._timeout is not None and now - self._moved_at >= self._timeout:
+            self.has_stalled = True
             raise Stalled(f"{self._report()}; {self._gave_up}")
         if self._warning is not None and now - max(self._moved_at, self._reported_at) >= self._warning:
             self._reported_at = now

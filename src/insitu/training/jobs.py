@@ -77,7 +77,10 @@ class JobAdapter(ResumableAdapter):
         return status
 
     async def interrupted(self, ref: TrainingJobRef) -> TrainingJobStatus | None:
-        """Called if the wait for a job is interrupted; returns its status if that changes. It continues by default."""
+        """Called if the run is interrupted, not if it stalls; returns the job's status if that changes.
+
+        The job continues by default.
+        """
         return None
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
@@ -103,6 +106,7 @@ async def follow(
     ref: TrainingJobRef,
     interval: float,
     on_status: Callable[[TrainingJobStatus], None] = lambda _: None,
+    watchdog: Watchdog | None = None,
 ) -> TrainingJobStatus:
     """Waits until a job has ended; one that the backend has lost is submitted again.
 
@@ -124,7 +128,8 @@ async def follow(
             await pause.get()(min(delay, interval))
             delay *= 2
     except asyncio.CancelledError:
-        if (status := await adapter.interrupted(ref)) is not None:
+        has_stalled = watchdog is not None and watchdog.has_stalled
+        if not has_stalled and (status := await adapter.interrupted(ref)) is not None:
             on_status(status)
         raise
     return await adapter.completed(status) if status.status is TrainingStatusEnum.COMPLETED else status
@@ -164,6 +169,14 @@ async def polled(what: str, request: Callable[[], Awaitable[T]], interval: float
             await asyncio.sleep(max(interval, error.retry_after))
 
 
+async def status_of(adapter: TrainerAdapter, ref: TrainingJobRef) -> TrainingJobStatus:
+    """The status of a job, requested again after transient errors as often as a `JobAdapter` says."""
+    if not isinstance(adapter, JobAdapter):
+        return await adapter.status(ref)
+    limits = adapter.poll_interval, adapter.max_status_failures, adapter.address
+    return await polled(job_label(ref), lambda: adapter.status(ref), *limits)
+
+
 async def wait_for_job(
     adapter: Any,
     ref: TrainingJobRef,
@@ -177,7 +190,8 @@ async def wait_for_job(
     progress = _JobProgress(ref, watchdog, on_change)
     with watchdog.waiting(f"training {job_label(ref)}", progress.activity):
         if type(adapter).wait_until_complete is JobAdapter.wait_until_complete:
-            return await watchdog.watch(lambda: follow(adapter, ref, adapter.poll_interval, progress.note))
+            interval = adapter.poll_interval
+            return await watchdog.watch(lambda: follow(adapter, ref, interval, progress.note, watchdog))
         polling = asyncio.create_task(progress.poll(adapter), name="follow the progress of a job")
         try:
             return await watchdog.watch(lambda: adapter.wait_until_complete(ref))

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +150,7 @@ async def test_a_run_collects_uploads_trains_and_reports(tmp_path: Path, nemo: F
 async def test_each_run_has_its_own_dataset_job_and_model(tmp_path: Path, nemo: FakeNeMo) -> None:
     for _ in range(2):
         await run(tmp_path, nemo, adapter={"dataset_name": "moves"})
+        (tmp_path / "run/progress.json").write_text("{")  # damaged, which does not matter to a new run
     assert len(nemo.jobs) == len(nemo.repositories) == len(nemo.datasets) == 2
     assert len({job["output_model"].split("@")[0] for job in nemo.jobs.values()}) == 2
     first, second = nemo.datasets
@@ -550,7 +552,7 @@ async def test_a_dataset_of_another_run_is_not_overwritten(tmp_path: Path, nemo:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     slow_after(
-        9,
+        11,
         [
             (
                 {"adapter": {"create_namespace_if_missing": False}},
@@ -568,6 +570,8 @@ async def test_a_dataset_of_another_run_is_not_overwritten(tmp_path: Path, nemo:
             ({"adapter": {"namespace": "a/b"}}, "namespace"),
             ({"adapter": {"dataset_name": "../x"}}, "dataset_name"),
             ({"adapter": {"max_consecutive_status_failures": 11}}, "max_consecutive_status_failures"),
+            ({"adapter": {"hyperparameters": {"learning_rate": math.inf}}}, "learning_rate.* finite number"),
+            ({"adapter": {"request_timeout": math.inf}}, "request_timeout.* finite number"),
             (
                 {"finetuning": {"curriculum_learning": {"enabled": True}}},
                 "curriculum_learning: nemo_customizer_trainer",
@@ -610,6 +614,7 @@ async def test_one_turn_has_no_validation_records(tmp_path: Path, nemo: FakeNeMo
 
 
 async def test_a_run_need_not_wait_for_its_job(tmp_path: Path, nemo: FakeNeMo) -> None:
+    nemo.fail("GET .*jobs/", 503, times=2)
     done = await run(tmp_path, nemo, trainer={"wait_for_completion": False})
     assert [status.status for status in done.statuses] == [TrainingStatusEnum.PENDING]
     assert done.json("final_metrics.json")["status"] == "pending"
@@ -647,20 +652,21 @@ async def test_the_model_is_deployed(tmp_path: Path, nemo: FakeNeMo) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "message"),
+    ("script", "message", "gpu"),
     slow_but_at(
         {1},
         [
             (
                 ["pending", "failed"],
                 r"job cust-0 is completed \(model games/.*\), but deployment .* is failed: pulling",
+                1,
             ),
-            (["pending"], r"job cust-0 is completed .*, but deployment games/bot is not ready after 0.1 s"),
+            (["pending"], r"job cust-0 is completed .*, but deployment games/bot is not ready after 0.1 s", 2),
         ],
     ),
 )
 async def test_a_deployment_that_fails_is_a_failure_and_is_tried_again(
-    tmp_path: Path, nemo: FakeNeMo, script: list[str], message: str
+    tmp_path: Path, nemo: FakeNeMo, script: list[str], message: str, gpu: int
 ) -> None:
     options = {
         "deploy_on_completion": True,
@@ -671,9 +677,27 @@ async def test_a_deployment_that_fails_is_a_failure_and_is_tried_again(
     with pytest.raises(BackendError, match=message):
         await run(tmp_path, nemo, adapter=options)
     assert message.split(" is completed")[0] in json.loads((tmp_path / "run/final_metrics.json").read_text())["error"]
-    nemo.deployments["games/bot"]["script"] = ["ready"]
+    nemo.deployment_script = ["pending", "ready"]
+    options |= {"deployment_timeout_seconds": 30, "deployment_config": {"deployment_name": "bot", "gpu": gpu}}
     done = await resume(tmp_path, nemo, adapter=options)
     assert (len(nemo.jobs), done.json("final_metrics.json")["status"]) == (1, "completed")
+    assert nemo.deployments["games/bot"]["config"]["nim_deployment"]["gpu"] == gpu
+    assert nemo.requested("DELETE") == 1
+
+
+async def test_a_deployment_that_another_has_made_of_the_model_is_not_replaced(tmp_path: Path, nemo: FakeNeMo) -> None:
+    options: dict[str, Any] = {"deploy_on_completion": True, "deployment_timeout_seconds": 0.1}
+    nemo.deployment_script = ["pending"]
+    with pytest.raises(BackendError, match="is not ready after"):
+        await run(tmp_path, nemo, adapter=options)
+    [deployment] = nemo.deployments.values()
+    deployment |= {"custom_fields": {}, "script": ["ready"]}
+    options["deployment_config"] = {"image_tag": "1.8"}
+    expected = r"exists already, serves games/.*, and is completed, with .*'image_tag': 'latest'.*; delete it or choose"
+    with pytest.raises(RequestRefused, match=expected):
+        await resume(tmp_path, nemo, adapter=options)
+    await resume(tmp_path, nemo, adapter={"deploy_on_completion": True})  # as it is
+    assert nemo.requested("DELETE") == 0
 
 
 async def test_a_deployment_of_another_model_is_not_replaced(tmp_path: Path, nemo: FakeNeMo) -> None:
@@ -709,12 +733,14 @@ async def test_an_interrupted_run_cancels_its_job(tmp_path: Path, nemo: FakeNeMo
     assert nemo.requested("POST .*/cancel") == 1
     final = json.loads((tmp_path / "run/final_metrics.json").read_text())
     assert final["status"] == "canceled" or (final["status"] is None and pattern.startswith("POST"))
-    nemo.script = ["completed"]
-    nemo.fail("GET .*namespaces", 403, times=1)
-    with pytest.raises(BackendError, match="403"):
-        await resume(tmp_path, nemo)
-    done = await resume(tmp_path, nemo)
-    assert done.json("final_metrics.json")["job"]["job_id"] == "cust-1"
+    nemo.script = ["running", "cancelled"]
+    for refused in ("GET .*namespaces", "POST .*jobs$"):
+        nemo.fail(refused, 403, times=1)
+        with pytest.raises(BackendError, match="403"):
+            await resume(tmp_path, nemo)
+    for _ in range(2):  # the new job was canceled by others
+        with pytest.raises(JobFailed, match="job cust-1 ended as canceled"):
+            await resume(tmp_path, nemo)
 
 
 async def test_a_job_that_could_not_be_canceled_is_waited_for(

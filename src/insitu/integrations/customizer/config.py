@@ -18,7 +18,7 @@ _NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 class _Tolerant(BaseModel):
     """Ignores keys that it does not have."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, frozen=True)
 
 
 class DPOSpecificHyperparameters(_Tolerant):
@@ -69,6 +69,7 @@ class NIMDeploymentConfig(_Tolerant):
 class NeMoCustomizerTrainerAdapterConfig(TrainerAdapterConfig, name="nemo_customizer_trainer_adapter"):
     """Trains with NVIDIA NeMo Customizer: uploads the records, submits a job, and can deploy the trained model."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
     ignores_unknown_keys = True
 
     entity_host: str

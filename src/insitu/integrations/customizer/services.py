@@ -41,6 +41,7 @@ _STATUSES = {
     **dict.fromkeys(("completed", "ready"), TrainingStatusEnum.COMPLETED),
     "failed": TrainingStatusEnum.FAILED,
 }
+_IMAGE = ("image_name", "image_tag", "gpu")
 _METRICS = ("train_loss", "val_loss", "best_epoch", "epochs_completed", "steps_completed", "elapsed_time")
 
 
@@ -84,6 +85,9 @@ class Deployment(NamedTuple):
     status: TrainingStatusEnum
     message: str | None
     model: str | None
+    image: Mapping[str, Any]
+    """Image, tag and number of GPUs, as far as the service says them."""
+    job: str | None
 
 
 def load_sdk() -> tuple[Any, Any]:
@@ -209,6 +213,10 @@ class NeMoServices:
         fields = {"name": name, "namespace": namespace, "custom_fields": {JOB_FIELD: job}, **options}
         await self._request(f"deployment {namespace}/{name}", lambda: self._deployments.create(**fields))
 
+    async def delete_deployment(self, namespace: str, name: str) -> None:
+        """Ends a deployment, which can take minutes; it may be gone already."""
+        await self._found(f"deployment {namespace}/{name}", lambda: self._deployments.delete(name, namespace=namespace))
+
     async def deployment(self, namespace: str, name: str) -> Deployment | None:
         """The state of a deployment; None if there is none of that name."""
         what = f"deployment {namespace}/{name}"
@@ -216,9 +224,14 @@ class NeMoServices:
         if answer is None:
             return None
         model = getattr(answer.config, "model", None)  # a config may be a name
-        details = answer.status_details
-        status = self._status(what, details.status)
-        return Deployment(status, details.description, model if isinstance(model, str) else None)
+        details, nim = answer.status_details, getattr(answer.config, "nim_deployment", None)
+        return Deployment(
+            self._status(what, details.status),
+            details.description,
+            model if isinstance(model, str) else None,
+            {field: value for field in _IMAGE if (value := getattr(nim, field, None)) is not None},
+            (answer.custom_fields or {}).get(JOB_FIELD),
+        )
 
     async def _found(self, what: str, retrieve: Callable[[], T], store: Store = Store.ENTITIES) -> T | None:
         """What a request returns; None if the service has no such thing (404)."""

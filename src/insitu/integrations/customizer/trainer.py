@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from insitu.disk.json_files import read_object
@@ -19,7 +18,7 @@ from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterCo
 from insitu.integrations.customizer.records import pair_records, read_pairs, single_pairs
 from insitu.preferences.selection import chosen_pairs
 from insitu.registry import register_trainer
-from insitu.runs.files import COLLECTION_HISTORY, COLLECTIONS, FINAL_METRICS, PAIRS, PROGRESS
+from insitu.runs.files import COLLECTION_HISTORY, COLLECTIONS, FINAL_METRICS, PAIRS
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     TrainingJobRef,
@@ -28,7 +27,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.training.interfaces import PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder
-from insitu.training.jobs import UNFINISHED, check_completed, job_label, submit_once, wait_for_job
+from insitu.training.jobs import UNFINISHED, check_completed, job_label, status_of, submit_once, wait_for_job
 from insitu.training.metrics import collected_metrics
 from insitu.training.report import counts
 from insitu.training.run import RunTrainer, check_collected, settings_of
@@ -66,12 +65,8 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
             raise ConfigError(f"trainers.{finetuning.trainer}.wait_for_completion {problem}: {reason}")
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
-        progress = Path(run_config.output_dir) / PROGRESS
-        self._submits_again = progress.is_file() and read_object(progress).get("status") == "interrupted"
         await self._run.open(self, self._builder, run_config)
-        # a run whose job was canceled stays "interrupted", so that the job is submitted again
-        fails = self._run.continues and not self._submits_again
-        with self._run.recorded_failure(ConfigError) if fails else nullcontext():
+        with self._run.recorded_failure(ConfigError) if self._run.continues else nullcontext():
             await self._prepare(run_config)
 
     async def _prepare(self, run_config: FinetuneConfig) -> None:
@@ -85,9 +80,8 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
             self.final_metrics = await asyncio.to_thread(read_object, self._run.store.folder / FINAL_METRICS)
             history = self._run.store.folder / COLLECTION_HISTORY
             self.collection_history = load_json(await asyncio.to_thread(history.read_bytes))
-            request, status = self._builder.request, self.final_metrics.get("status")
-            self._submits_again &= status in (None, TrainingStatusEnum.CANCELED)  # the run has canceled it itself
-            self._submits_again |= request is not None and request.force
+            is_forced = self._builder.request is not None and self._builder.request.force
+            self._submits_again = is_forced or self.final_metrics.get("submits_again") is True
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Returns the status of the one job: its last, or its first with `wait_for_completion: false`.
@@ -102,6 +96,8 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
             async with self._run.recorded(self, self._builder, self._settings()):
                 status = await self._status_of(await self.run_epoch(1, self._run.id))
         except BaseException as error:  # recorded, then re-raised
+            if not isinstance(error, Exception) and self.final_metrics.get("status") in (None, "canceled"):
+                self.final_metrics["submits_again"] = True  # the run has canceled the job itself
             self._write_final_metrics(seconds=time.perf_counter() - started, error=describe_error(error))
             where = f"{self._run.store.folder}/ (the same command with --resume continues the run)"
             self._run.report.note(f"the run did not complete; results so far are in {where}")
@@ -130,7 +126,7 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
             await self._run.commit(phase="collected")
         with self._run.report.phase("submitting the job"):
             ref = await submit_once(self.trainer_adapter, collection, None, resumed and not self._submits_again)
-        self._write_final_metrics(job=ref.metadata)
+        self._write_final_metrics(job=ref.metadata, submits_again=False)
         self._run.enter("submitted")
         self._run.report.note(f"{job_label(ref)} trains on dataset {(ref.metadata or {}).get('dataset')}")
         return ref
@@ -183,7 +179,7 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
     async def _status_of(self, ref: TrainingJobRef) -> TrainingJobStatus:
         """Waits for the job, if configured. Raises JobFailed if it has failed or was canceled."""
         if not self.trainer_config.wait_for_completion:
-            status = await self.trainer_adapter.status(ref)
+            status = await status_of(self.trainer_adapter, ref)
         else:
             with self._run.report.phase(f"waiting for {job_label(ref)}"):
                 status = await wait_for_job(self.trainer_adapter, ref, self._run.state.watchdog, self._note)
@@ -230,7 +226,7 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
         unknown = dict.fromkeys(("status", "pairs", "job", "message", "seconds"))
         failed = sum("error" in record for record in self.collection_history)
         collections = {"collections": len(self.collection_history), "collections_failed": failed}
-        first: dict[str, Any] = {"run_id": self._run.id, **unknown, "dropped": {}}
+        first: dict[str, Any] = {"run_id": self._run.id, **unknown, "dropped": {}, "submits_again": False}
         self.final_metrics = {**first, **self.final_metrics, "error": None, **metrics, **collections}
         self._run.store.write(FINAL_METRICS, self.final_metrics)
 

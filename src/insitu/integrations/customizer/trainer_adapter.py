@@ -270,23 +270,9 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         model, key = (job.metadata or {})["output_model"], (job.metadata or {})["key"]
         name = nim.deployment_name or model.split("/")[-1].split("@")[0]
         label = f"{job_label(job)} is completed (model {model}), but deployment {namespace}/{name}"
-        image = nim.model_dump(include={"image_name", "image_tag", "gpu"})
-        options = {"description": nim.description, "config": {"model": model, "nim_deployment": image}}
-        find = partial(self._services.deployment, namespace, name)
-
-        async def create() -> None:
-            try:
-                await self._services.create_deployment(namespace, name, key, options)
-            except RequestRefused as error:
-                if error.status != 409:
-                    raise
-                existing = await find()
-                if existing is not None and existing.model != model:
-                    problem = f"{label} exists already and serves {existing.model}; delete it or choose another name"
-                    raise RequestRefused(problem, status=409) from error
-
-        await self._entities("create the deployment", create)
+        await self._create_deployment(label, name, key, model)
         deadline = time.monotonic() + seconds
+        find = partial(self._services.deployment, namespace, name)
         while True:
             state = await polled(label, find, self.poll_interval, self.max_status_failures, self.address)
             if state is None:
@@ -298,6 +284,38 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             if time.monotonic() >= deadline:
                 raise BackendError(f"{label} is not ready after {seconds:g} s (deployment_timeout_seconds)")
             await asyncio.sleep(min(self.poll_interval, max(0.0, deadline - time.monotonic())))
+
+    async def _create_deployment(self, label: str, name: str, key: str, model: str) -> None:
+        """Starts a deployment, in place of an earlier one of this run that has failed or has other settings."""
+        nim, namespace = self.config.deployment_config, self.config.namespace
+        image = nim.model_dump(include={"image_name", "image_tag", "gpu"})
+        options = {"description": nim.description, "config": {"model": model, "nim_deployment": image}}
+        create = partial(self._services.create_deployment, namespace, name, key, options)
+        find = partial(self._services.deployment, namespace, name)
+        seconds, started, is_deleted = self.config.deployment_timeout_seconds, time.monotonic(), False
+        while True:
+            try:
+                return await self._entities("create the deployment", create)
+            except RequestRefused as error:
+                if error.status != 409:
+                    raise
+                refusal = error
+            existing = await self._entities("find the deployment", find)
+            if existing is not None:
+                is_right = existing.model == model and existing.image.items() <= image.items()
+                if is_right and existing.status not in _ENDED_BADLY:
+                    return None
+                if existing.model != model or existing.job != key:
+                    problem = f"exists already, serves {existing.model}, and is {existing.status.value}"
+                    advice = f"with {dict(existing.image)}; delete it or choose another name"
+                    raise RequestRefused(f"{label} {problem}, {advice}", status=409) from refusal
+                if not is_deleted:
+                    delete = partial(self._services.delete_deployment, namespace, name)
+                    await self._entities("delete the deployment", delete)
+                    is_deleted = True
+            if time.monotonic() >= started + seconds:
+                raise BackendError(f"{label} is not deleted after {seconds:g} s (deployment_timeout_seconds)")
+            await asyncio.sleep(self.poll_interval)
 
     async def cancel(self, ref: TrainingJobRef) -> None:
         await self._services.cancel_job(job_id(ref))

@@ -109,6 +109,7 @@ async def connected(settings: RayExecutorConfig, config: Config) -> AsyncIterato
     runtime_env, secrets = _runtime_env(settings, config)
     cluster = Cluster(ray, settings, _environment(settings, config) | secrets, runtime_env.get("working_dir"))
     if ray.is_initialized():  # by the program that uses insitu
+        _check_unused(settings.address, ray.get_runtime_context().gcs_address, runtime_env)
         yield cluster
         return
     await _check_address(settings.address)
@@ -122,6 +123,16 @@ async def connected(settings: RayExecutorConfig, config: Config) -> AsyncIterato
         yield cluster
     finally:
         await asyncio.to_thread(ray.shutdown)
+
+
+def _check_unused(address: str, connected_to: str, runtime_env: dict[str, Any]) -> None:
+    """Raises ConfigError for settings that only `ray.init` takes, once it has been called."""
+    if address not in ("auto", connected_to):
+        problem = f"but this process has called ray.init, which connected to {connected_to}"
+        raise ConfigError(f"{KEY}.address is {address!r}, {problem}: leave address out")
+    if runtime_env:
+        keys = ", ".join(f"{KEY}.runtime_env.{name}" for name in runtime_env)
+        raise ConfigError(f"{keys}: this process has called ray.init: give it the runtime_env there, or do not call it")
 
 
 def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:

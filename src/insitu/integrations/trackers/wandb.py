@@ -39,4 +39,4 @@ class WandB(Tracker):
         self._run.log({**step.metrics, **tables}, step=step.epoch)
 
     def finish(self, status: str) -> None:
-        self._run.finish(exit_code=int(status == "failed"))
+        self._run.finish(exit_code=int(status != "completed"))
