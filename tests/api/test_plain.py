@@ -93,13 +93,13 @@ async def raising(question: dict, model: insitu.Model):
 def score_of_anything(answer):
     return float(len(str(answer)))
 """
-ANSWER, SCORE = {"function": "plain_agent:answer", "model": "player"}, {"function": "plain_agent:score"}
+ANSWER, SCORE = {"function": "an_agent:answer", "model": "player"}, {"function": "an_agent:score"}
 
 
 def project(folder: Path, workflow: dict[str, Any], score: dict[str, Any]) -> Path:
-    """`digits_project` with an agent and a score of `plain_agent`."""
+    """`digits_project` with an agent and a score of `an_agent`."""
     digits_project(folder, rows=6)
-    (folder / "plain_agent.py").write_text(AGENT)
+    (folder / "an_agent.py").write_text(AGENT)
     path = folder / "config.yml"
     config = yaml.safe_load(path.read_text())
     del config["general"]["plugins"]
@@ -124,19 +124,19 @@ def test_functions_are_trained_as_registered_components_are(tmp_path: Path) -> N
     digits_project(registered, rows=6)
     expected = [line["avg_reward"] for line in metrics_of(registered)]
     for name, workflow, score in (
-        ("async", {"function": "plain_agent:answer", "model": "player"}, {"function": "plain_agent:score"}),
+        ("async", {"function": "an_agent:answer", "model": "player"}, {"function": "an_agent:score"}),
         (
             "models and files",
-            {"function": "plain_agent.py:model_answer", "model": "player"},
-            {"function": "plain_agent.py:score_of_model"},
+            {"function": "an_agent.py:model_answer", "model": "player"},
+            {"function": "an_agent.py:score_of_model"},
         ),
         (
             "thread",
-            {"function": "plain_agent:answer_in_a_thread", "model": "player"},
-            {"function": "plain_agent:score_with_reason", "arguments": {"weight": 1}},
+            {"function": "an_agent:answer_in_a_thread", "model": "player"},
+            {"function": "an_agent:score_with_reason", "arguments": {"weight": 1}},
         ),
-        ("stream", {"function": "plain_agent:pieces", "model": "player"}, {"function": "plain_agent:score_in_numpy"}),
-        ("object", {"function": "plain_agent:agent", "models": {"model": "player"}}, {"function": "plain_agent:score"}),
+        ("stream", {"function": "an_agent:pieces", "model": "player"}, {"function": "an_agent:score_in_numpy"}),
+        ("object", {"function": "an_agent:agent", "models": {"model": "player"}}, {"function": "an_agent:score"}),
     ):
         (folder := tmp_path / name).mkdir()
         got = [line["avg_reward"] for line in metrics_of(project(folder, workflow, score))]
@@ -146,14 +146,14 @@ def test_functions_are_trained_as_registered_components_are(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("workflow", "score", "problems"),
     [
-        ({"function": "plain_agent:answr"}, {}, ["in plain_agent, 'answr' does not exist (did you mean 'answer'?)"]),
+        ({"function": "an_agent:answr"}, {}, ["in an_agent, 'answr' does not exist (did you mean 'answer'?)"]),
         ({"function": "no_agent:answer"}, {}, ["workflow.function: no module named 'no_agent' (also searched in "]),
         (
             {"function": "answer"},
             {},
             ["workflow.function is 'answer'; it must be MODULE:NAME or FILE.py:NAME, such as "],
         ),
-        ({"function": "plain_agent:number"}, {}, ["workflow.function: plain_agent:number is an int; it must be a function"]),
+        ({"function": "an_agent:number"}, {}, ["workflow.function: an_agent:number is an int; it must be a function"]),
         (
             {"model": "nobody"},
             {"function": "x"},
@@ -167,7 +167,7 @@ def test_what_cannot_be_imported_is_refused(
 ) -> None:
     """All problems of a file together, before anything is started."""
     project(
-        tmp_path, {"function": "plain_agent:answer", "model": "player"} | workflow, {"function": "plain_agent:score"} | score
+        tmp_path, {"function": "an_agent:answer", "model": "player"} | workflow, {"function": "an_agent:score"} | score
     )
     code, _, err = run_project(tmp_path, command="validate")
     assert code == 2
@@ -182,13 +182,13 @@ def test_what_cannot_be_imported_is_refused(
             (
                 {"model": None},
                 {},
-                "workflow.model is missing: plain_agent:answer takes a model; available under llms: player",
+                "workflow.model is missing: an_agent:answer takes a model; available under llms: player",
             ),
-            ({"arguments": {"size": 3}}, {}, "(plain_agent:answer): the parameter 'size' does not exist; available: "),
+            ({"arguments": {"size": 3}}, {}, "(an_agent:answer): the parameter 'size' does not exist; available: "),
             (
                 {},
-                {"function": "plain_agent:score_with_reason"},
-                "evaluators.score (plain_agent:score_with_reason): nothing is given for the parameter weight",
+                {"function": "an_agent:score_with_reason"},
+                "evaluators.score (an_agent:score_with_reason): nothing is given for the parameter weight",
             ),
             ({"framework": "langchains"}, {}, "'langchains' does not exist (did you mean 'langchain'?)"),
         ],
@@ -198,7 +198,7 @@ def test_parameters_that_nobody_fills_are_refused(
     tmp_path: Path, workflow: dict[str, Any], score: dict[str, Any], problem: str
 ) -> None:
     project(
-        tmp_path, {"function": "plain_agent:answer", "model": "player"} | workflow, {"function": "plain_agent:score"} | score
+        tmp_path, {"function": "an_agent:answer", "model": "player"} | workflow, {"function": "an_agent:score"} | score
     )
     code, _, err = run_project(tmp_path)
     assert code != 0
@@ -211,20 +211,20 @@ def test_parameters_that_nobody_fills_are_refused(
         3,
         [
             (
-                {"function": "plain_agent:yielding"},
-                "workflow: plain_agent:yielding is a generator; return the answer, or declare",
+                {"function": "an_agent:yielding"},
+                "workflow: an_agent:yielding is a generator; return the answer, or declare",
             ),
             (
-                {"function": "plain_agent:with_llm"},
+                {"function": "an_agent:with_llm"},
                 "the parameter 'model' does not exist; available: question, llm; the model is given to the parameter `"
                 "mo",
             ),
             (
-                {"function": "plain_agent:with_llm", "model": None},
+                {"function": "an_agent:with_llm", "model": None},
                 "nothing is given for the parameter llm; set arguments.llm; the model is given to the parameter "
                 "`model`",
             ),
-            ({"model": None}, "workflow.model is missing: plain_agent:answer takes a model"),
+            ({"model": None}, "workflow.model is missing: an_agent:answer takes a model"),
         ],
     ),
 )
@@ -254,7 +254,7 @@ def test_a_function_that_is_no_workflow_is_refused_before_anything_is_started(
     ),
 )
 def test_an_agent_that_fails_says_so_before_the_first_epoch(tmp_path: Path, function: str, problem: str) -> None:
-    project(tmp_path, ANSWER | {"function": f"plain_agent:{function}"}, {"function": "plain_agent:score_of_anything"})
+    project(tmp_path, ANSWER | {"function": f"an_agent:{function}"}, {"function": "an_agent:score_of_anything"})
     _, out, _ = run_project(tmp_path, "-o", "finetuning.num_epochs", 1)
     assert problem in " ".join(out.split())
     assert out.index("played once") < out.index("epoch 1")
@@ -264,14 +264,14 @@ def test_an_agent_that_fails_says_so_before_the_first_epoch(tmp_path: Path, func
 
 
 def test_a_score_that_is_no_number_is_the_evaluators_error(tmp_path: Path) -> None:
-    project(tmp_path, {"function": "plain_agent:answer", "model": "player"}, {"function": "plain_agent:text_score"})
+    project(tmp_path, {"function": "an_agent:answer", "model": "player"}, {"function": "an_agent:text_score"})
     code, _, err = run_project(tmp_path)
     assert code != 0
     assert "the score is 'good'; it must be a number, or a number and a text" in err
 
 
 def test_a_score_that_was_not_awaited_is_the_evaluators_error(tmp_path: Path) -> None:
-    project(tmp_path, {"function": "plain_agent:answer", "model": "player"}, {"function": "plain_agent:forgetful_score"})
+    project(tmp_path, {"function": "an_agent:answer", "model": "player"}, {"function": "an_agent:forgetful_score"})
     code, _, err = run_project(tmp_path)
     assert code != 0
     assert "forgetful_score returned a coroutine: write `return await judge(...)`" in err
