@@ -8,10 +8,11 @@
 Grammars are in Lark's syntax as llguidance reads it: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
 """
 
+import itertools
 import json
 import keyword
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -132,7 +133,9 @@ class CallGrammar:
 
     def value(self, schema: Mapping[str, Any], end: str, without: Iterable[str] = ()) -> str:
         """A string as it is, or JSON of another type, followed by `end`: values of formats that need the schema."""
-        branches = _branches(schema)
+        branches = [*itertools.islice(_branches(schema), _MOST_BRANCHES + 1)]
+        if len(branches) > _MOST_BRANCHES:
+            raise ValueError(f"a union of more than {_MOST_BRANCHES} schemas cannot be written")
         is_union = len(branches) > 1
         values = (self._value(branch, end, without, is_union=is_union) for branch in branches)
         return f"({' | '.join(values)})"
@@ -155,15 +158,19 @@ class CallGrammar:
         return self.until(end, patterns, without)
 
 
-def _branches(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
+_MOST_BRANCHES = 256
+
+
+def _branches(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The schemas of single types that a schema allows, each with its definitions."""
     shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
-    for key in ("anyOf", "oneOf"):
-        if key in schema:
-            return [each for branch in schema[key] for each in _branches({**resolved(branch, schema), **shared})]
-    if isinstance(types := schema.get("type"), list):
-        return [{**schema, "type": each} for each in types]
-    return [{**schema}]
+    if (key := next((key for key in ("anyOf", "oneOf") if key in schema), None)) is not None:
+        for branch in schema[key]:
+            yield from _branches({**resolved(branch, schema), **shared})
+    elif isinstance(types := schema.get("type"), list):
+        yield from ({**schema, "type": each} for each in types)
+    else:
+        yield {**schema}
 
 
 def _escaped(text: str) -> str:

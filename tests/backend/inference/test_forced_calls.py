@@ -66,6 +66,7 @@ SHORT = [{"type": "function", "function": {"name": "weather", "parameters": FEW}
 """Functions with few arguments, of which a model writes several calls in a moment."""
 BY_NAME = {"type": "function", "function": {"name": "weather"}}
 CIRCLE = {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}
+TOWER = {f"a{n}": {"anyOf": 2 * [{"$ref": f"#/$defs/a{n + 1}"}]} for n in range(40)} | {"a40": {"type": "string"}}
 FORCED = [name for name in ALL_FAMILIES if name != "gemma4"]
 each_family = pytest.mark.parametrize("name", FORCED)
 
@@ -234,6 +235,7 @@ def function(name: str = "f", **parameters: Any) -> dict[str, Any]:
         ("qwen3_coder", {"tools": [function(anyOf=[])]}, "tool_choice", "anyOf, which this format cannot write"),
         ("qwen3_coder", {"tools": [function(properties=5)]}, "tools", "no JSON schema"),
         ("qwen3_coder", {"tools": [function(properties=CIRCLE, **{"$defs": CIRCLE})]}, "tools", "no JSON schema"),
+        ("qwen3_coder", {"tools": [function(properties=TOWER, **{"$defs": TOWER})]}, "tool_choice", "more than 256"),
         ("qwen3_coder", {"tools": [function(properties={"a": {"enum": []}})]}, "tool_choice", "enum without values"),
     ],
 )
