@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,19 @@ def test_conversations_of_several_agents(open_page: Open) -> None:
 def test_a_link_opens_at_its_call(open_page: Open) -> None:
     page = open_page("/episode", **episode("long"), call=150)
     expect(page.locator("#call-150")).to_be_in_viewport()
+
+
+def test_tokens_of_a_call_without_token_ids_are_those_of_its_usage(tmp_path: Path, open_page: Open) -> None:
+    run = MadeRun(tmp_path / "run")
+    talk = short(run.chance)
+    usage = {"prompt_tokens": 12, "completion_tokens": 57}
+    talk.calls = [replace(each, prompt_token_ids=None, token_ids=None, usage=usage) for each in talk.calls]
+    run.group(1, "3", [(talk, 1.0)])
+    run.end_epoch(1)
+    run.end()
+    with view_server(tmp_path) as url:
+        page = open_page("/episode", url=url, refused=True, run="run", episode="insitu_run_run/1/3/0/0")
+        expect(page.locator(".call-details")).to_contain_text("12 prompt + 57 sampled tokens")
 
 
 def test_images_of_the_message_are_shown_and_others_not_loaded(open_page: Open) -> None:

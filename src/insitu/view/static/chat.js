@@ -156,7 +156,7 @@ function differentContent(message, tokens) {
 
 /** @param {Record<string, any>} call @param {Shown} [shown] */
 function callDetails(call, shown) {
-  const usage = `${count(call.prompt_tokens ?? call.usage?.prompt_tokens)} prompt + ${count(call.tokens?.length ?? call.sampled_tokens ?? call.usage?.completion_tokens)} sampled tokens`;
+  const usage = `${count(call.prompt_tokens ?? call.usage?.prompt_tokens)} prompt + ${count(call.sampled_tokens ?? call.usage?.completion_tokens)} sampled tokens`;
   const time = isNumber(call.ended) ? duration(call.ended - call.started) : ABSENT;
   const summary = h(
     "span",
