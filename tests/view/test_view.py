@@ -737,6 +737,22 @@ async def test_episodes_are_found_by_what_they_say(page: Page) -> None:
     assert (found["searched"], found["collected"]) == ({"groups": 4, "of": 4}, {"epoch": 2, "episodes": 2})
 
 
+async def test_a_run_that_was_cut_is_searched_anew(tmp_path: Path) -> None:
+    made = write_run(tmp_path)
+    sizes = made.store.sizes()
+    made.add("new", *of_epoch(2, episode(0, "new", output="found")))
+    made.store.close()
+    async with shown(tmp_path) as page:
+        assert await page.groups(text="found") == [(2, "new")]
+        again = Run(tmp_path, epoch_over=False)
+        again.store.cut_to(sizes)  # as --resume does
+        assert (await page.get("groups", text="found"))["searched"] == {"groups": 4, "of": 4}
+        again.add("other", *of_epoch(2, episode(0, "other")))
+        again.add("newest", *of_epoch(2, episode(0, "newest", output="found")))
+        assert await page.groups(text="found") == [(2, "newest")]
+        again.store.close()
+
+
 async def test_a_request_of_a_call(page: Page) -> None:
     request = await page.get("request", episode="run_1/1/r 1/0/0", call=0)
     assert request == {"model": "m", "messages": [user("move?")]}

@@ -151,8 +151,7 @@ class Lists:
     def __init__(self, index: RunIndex) -> None:
         self._index = index
         self._sorted = lru_cache(_ORDERS)(self._read_sorted)
-
-        self._search = lru_cache(_MOST_RUNS)(lambda text: _Search(self._index, text))
+        self._searches = lru_cache(_MOST_RUNS)(lambda text, rebuilds: _Search(self._index, text))
 
     def groups(self, asked: Mapping[str, str]) -> dict[str, Any]:
         """The answer of `/api/groups`."""
@@ -164,11 +163,14 @@ class Lists:
         total, rows = self._page(_EPISODES, asked)
         return {**self._about(total, asked), "episodes": [*map(episode_line, rows)]}
 
+    def _search(self, text: str) -> _Search:
+        return self._searches(text.lower(), self._index.rebuilds)
+
     def _about(self, total: int, asked: Mapping[str, str]) -> dict[str, Any]:
         """`collected` is how many episodes the newest epoch has by now, `searched` how many groups were searched."""
         newest = "SELECT epoch, sum(num_episodes) AS episodes FROM groups WHERE epoch = (SELECT max(epoch) FROM groups)"
         indexed, [collected] = self._index.indexed, self._index.select(newest)
-        searched = self._search(text.lower()).searched if (text := asked.get("text", "")) else indexed.of
+        searched = self._search(text).searched if (text := asked.get("text", "")) else indexed.of
         about = {"total": total, "indexed": indexed._asdict(), "collected": dict(collected)}
         return about | {"searched": {"groups": searched, "of": indexed.of}}
 
@@ -187,7 +189,7 @@ class Lists:
         conditions = [condition for condition, _ in filters.values()]
         if text := asked.get("text", ""):
             conditions.append(f"{lines.name} IN (SELECT value FROM json_each(?))")
-            values = (*values, self._search(text.lower()).matches(lines.table))
+            values = (*values, self._search(text).matches(lines.table))
         select = self._index.select
         if column == "id" and not conditions:  # lists that grow are not sorted again and again
             [counted] = select(f"SELECT count(*) AS lines FROM {lines.table}")
