@@ -454,13 +454,14 @@ async def test_a_file_that_is_being_copied_is_read_when_it_is_there(tmp_path: Pa
     path.write_bytes(content[:there])
     async with shown(tmp_path) as page:
         assert await page.episodes() == ["1/r 1/0/0", "1/r 1/1/2"]
+        assert await page.groups(text="won") == [(1, "r 1")]
         assert "the file is damaged" in (await page.get("run"))["problems"][-1]
         with path.open("r+b") as file:
             file.seek(0, 2)
             file.write(content[there:])
         assert len(await page.episodes()) == 8
         assert await page.episodes(outcome="no_variance") == ["1/r2/0/0", "1/r2/1/0"]
-        await page.groups()
+        assert await page.groups(text="won") == await page.groups()
         assert not [problem for problem in (await page.get("run"))["problems"] if "damaged" in problem]
 
 

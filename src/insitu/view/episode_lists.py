@@ -111,15 +111,19 @@ class _Search:
         self._index, self._text = index, text
         self._lock = threading.Lock()
         self.searched = 0
+        self._unread: dict[int, sqlite3.Row] = {}
+        """Groups of which a part could not be read: the folder may be copied just now."""
         self._matches: dict[str, dict[Any, None]] = {"groups": {}, "episodes": {}}
 
     def matches(self, table: str) -> str:
         """What matches among the lines read, as JSON."""
         with self._lock:
             until = time.monotonic() + _SEARCH_SECONDS
-            for group in self._index.select("SELECT * FROM groups WHERE id > ? ORDER BY id", (self.searched,)):
+            new = self._index.select("SELECT * FROM groups WHERE id > ? ORDER BY id", (self.searched,))
+            for group in [*new, *self._unread.values()]:
+                self._unread.pop(group["id"], None)
                 self._read(group)
-                self.searched = group["id"]
+                self.searched = max(self.searched, group["id"])
                 if time.monotonic() > until:
                     break
             return orjson.dumps([*self._matches[table]]).decode()
@@ -130,6 +134,7 @@ class _Search:
             try:
                 records = read_block(self._index.run / name, block)
             except InsituError:  # which the page of the run tells
+                self._unread[group["id"]] = group
                 continue
             for record in records:
                 if any(self._text in text.lower() for key in keys for text in _texts(record.get(key))):
