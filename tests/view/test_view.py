@@ -9,6 +9,7 @@ import pty
 import random
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -600,6 +601,22 @@ async def test_changes_are_reported(tmp_path: Path) -> None:
             pass
         await everything.aclose()
     other.store.close()
+
+
+@pytest.mark.parametrize("lock", ['{"pid": "x", "host": "HOST", "since": ""}', "[" * 200_000])
+async def test_an_odd_lock_of_a_run_hides_no_other(tmp_path: Path, lock: str) -> None:
+    for name in ("odd", "run"):
+        write_run(tmp_path / name).store.close()
+    async with shown(tmp_path) as page, asyncio.timeout(processes.HANGS):
+        changes = events(page.client)
+        await anext(changes)
+        (tmp_path / "odd/.lock").write_text(lock.replace("HOST", socket.gethostname()))
+        assert [run["run"] for run in (await page.get("runs"))["runs"]] == ["odd", "run"]
+        assert await anext(changes) == {"run": "odd", "files": [".lock"]}
+        (tmp_path / "run/run.json").write_text("{}")
+        while await anext(changes) != {"run": "run", "files": ["run.json"]}:
+            pass
+        await changes.aclose()
 
 
 async def test_who_may_look(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
