@@ -619,6 +619,19 @@ async def test_an_odd_lock_of_a_run_hides_no_other(tmp_path: Path, lock: str) ->
         await changes.aclose()
 
 
+async def test_a_file_whose_name_is_not_text_ends_no_stream_of_changes(tmp_path: Path) -> None:
+    write_run(tmp_path).store.close()
+    async with shown(tmp_path) as page, asyncio.timeout(60):
+        changes = events(page.client)
+        await anext(changes)
+        (tmp_path / os.fsdecode(b"\xff.txt")).touch()
+        assert (await anext(changes))["run"] == "."
+        (tmp_path / "run.json").write_text("{}")
+        while "run.json" not in (await anext(changes))["files"]:
+            pass
+        await changes.aclose()
+
+
 async def test_who_may_look(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     access = AccessPolicy.of("0.0.0.0", "correct horse".replace(" ", "-"), variable="INSITU_VIEW_TOKEN")
     async with shown(recorded, access) as page:
