@@ -1,12 +1,15 @@
 """How the pages of `insitu view` are used: addresses and Back, the focus, long texts, search, copies, preferences."""
 
 import json
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from conftest import Open, view_server
-from made_runs import SIZE, MadeRun, short
+from made_runs import SIZE, Conversation, MadeRun, short
 from playwright.sync_api import Page, expect
 
 
@@ -112,6 +115,32 @@ def test_a_message_of_ten_megabytes_is_loaded_in_parts(open_page: Open) -> None:
     assert labels[0] == "Show more: 20,000 of 10,000,000 characters are shown"
     text = result.locator(".code").text_content() or ""
     assert (len(text), text.endswith("THE END")) == (SIZE, True)
+
+
+def talk() -> Conversation:
+    return Conversation(random.Random(0))
+
+
+@contextmanager
+def episode_page(folder: Path, open_page: Open, episode: Conversation, **fields: Any) -> Iterator[Page]:
+    """The page of the only episode of a run."""
+    run = MadeRun(folder / "run")
+    run.group(1, "3", [(episode, 1.0)], **fields)
+    run.end_epoch(1)
+    run.end()
+    with view_server(folder) as url:
+        yield open_page("/episode", url=url, refused=True, run="run", episode="insitu_run_run/1/3/0/0")
+
+
+def test_long_texts_are_whole_whatever_is_in_them(tmp_path: Path, open_page: Open) -> None:
+    """Offsets of their parts count characters, emoji too."""
+    text = "".join(f"{number:06d}😀" for number in range(20_000))
+    with episode_page(tmp_path, open_page, talk().add("user", text).call("It ends.")) as page:
+        message = page.locator(".message.role-user")
+        message.get_by_role("button", name="Show the first 20,000 of 140,000").click()
+        message.get_by_role("button", name="Show more: 20,000 of 140,000").click()
+        message.get_by_role("button", name="Show less").wait_for()
+        assert message.locator(".text").text_content() == text
 
 
 def test_episodes_are_found_by_what_they_say(open_page: Open) -> None:

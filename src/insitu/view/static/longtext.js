@@ -16,6 +16,9 @@ export function loadParts(read) {
   readPart = read;
 }
 
+/** How many characters a text has, as the server counts them: one of two UTF-16 units, such as an emoji, once. @param {string} text */
+const characters = (text) => [...text].length;
+
 /** A text that is folded if it is long. @param {string} text @param {string} [kind] @param {Cut} [cut] */
 export function longText(text, kind = "text", cut) {
   return foldLong(h("div", { class: kind }, text), text, cut);
@@ -29,7 +32,7 @@ export function foldLong(body, text, cut) {
   const lines = text.split("\n", LINES + 1).length;
   if (!cut && text.length <= LONG && lines <= LINES) return body;
   body.classList.add("clamped");
-  let shown = text.length;
+  let shown = characters(text);
   const all = cut?.length ?? shown;
   const label = () => {
     if (body.classList.contains("clamped"))
@@ -42,9 +45,9 @@ export function foldLong(body, text, cut) {
       button.disabled = true;
       try {
         const part = await readPart(cut.path, shown);
-        const end = shown + part.length < all ? part.lastIndexOf("\n") + 1 || part.length : part.length;
-        body.append(h("span", { class: "part" }, part.slice(0, end)));
-        shown += end;
+        const more = shown + characters(part) < all ? part.slice(0, part.lastIndexOf("\n") + 1) || part : part;
+        body.append(h("span", { class: "part" }, more));
+        shown += characters(more);
       } finally {
         button.disabled = false;
       }
