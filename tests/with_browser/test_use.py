@@ -143,6 +143,16 @@ def test_long_texts_are_whole_whatever_is_in_them(tmp_path: Path, open_page: Ope
         assert message.locator(".text").text_content() == text
 
 
+def test_a_long_part_of_a_tool_message_is_whole(tmp_path: Path, open_page: Open) -> None:
+    text = "".join(f"{number:06d} " for number in range(20_000))
+    result = talk().call("").add("tool", [{"type": "text", "text": text}], tool_call_id="c").call("It ends.")
+    with episode_page(tmp_path, open_page, result) as page:
+        message = page.locator(".message.role-tool")
+        message.get_by_role("button", name="Show the first 20,000 of 140,000").click()
+        message.get_by_role("button", name="Show more: 20,000 of 140,000").click()
+        expect(message.locator(".text")).to_have_text(text)
+
+
 def test_episodes_are_found_by_what_they_say(open_page: Open) -> None:
     page = open_page("/run", run="every_kind", list="episodes")
     expect(page.locator(".table-note")).to_have_text("77 rows")

@@ -107,7 +107,7 @@ export function toolResult(message) {
   const name = message.name ?? message.tool_call_id ?? "";
   if (
     Array.isArray(message.content) &&
-    message.content.some((part) => typeof part === "object" && typeof part?.text !== "string")
+    message.content.some((part) => typeof part === "object" && (typeof part?.text !== "string" || part.$cut))
   )
     return contentOf(message);
   if (text.length < 240 && !text.includes("\n")) return [h("div", { class: "text mono" }, text)];
