@@ -144,6 +144,7 @@ def test_long_texts_are_whole_whatever_is_in_them(tmp_path: Path, open_page: Ope
 
 
 def test_a_long_part_of_a_tool_message_is_whole(tmp_path: Path, open_page: Open) -> None:
+    """Only whole messages can be copied."""
     text = "".join(f"{number:06d} " for number in range(20_000))
     result = talk().call("").add("tool", [{"type": "text", "text": text}], tool_call_id="c").call("It ends.")
     with episode_page(tmp_path, open_page, result) as page:
@@ -151,6 +152,8 @@ def test_a_long_part_of_a_tool_message_is_whole(tmp_path: Path, open_page: Open)
         message.get_by_role("button", name="Show the first 20,000 of 140,000").click()
         message.get_by_role("button", name="Show more: 20,000 of 140,000").click()
         expect(message.locator(".text")).to_have_text(text)
+        expect(message.get_by_role("button", name="Copy JSON")).to_have_count(0)
+        expect(page.get_by_role("button", name="Copy JSON")).to_have_count(2)
 
 
 def test_episodes_are_found_by_what_they_say(open_page: Open) -> None:

@@ -11,6 +11,12 @@ const LINES = 24;
 /** @type {(path: (string | number)[], offset: number) => Promise<string>} */
 let readPart = () => Promise.reject(new Error("The rest is not on this page."));
 
+/** What is left out of a value. @param {any} value @returns {Cut[]} */
+export function cutsOf(value) {
+  if (value === null || typeof value !== "object") return [];
+  return Object.entries(value).flatMap(([key, each]) => (key === "$cut" ? Object.values(each) : cutsOf(each)));
+}
+
 /** Sets how the page in view reads the rest of long texts. @param {typeof readPart} read */
 export function loadParts(read) {
   readPart = read;
