@@ -143,6 +143,17 @@ def test_long_texts_are_whole_whatever_is_in_them(tmp_path: Path, open_page: Ope
         assert message.locator(".text").text_content() == text
 
 
+def test_a_long_text_of_an_answer_that_is_an_object_is_whole(tmp_path: Path, open_page: Open) -> None:
+    report = "".join(f"{number:06d} " for number in range(20_000))
+    asked = talk().add("user", "Write.").call("It ends.")
+    with episode_page(tmp_path, open_page, asked, output={"report": report, "score": 1}) as page:
+        answer = page.get_by_role("region", name="Answer")
+        expect(answer).to_contain_text('{ "report": "(140,000 characters, below)", "score": 1 }')
+        answer.get_by_role("button", name="Show the first 20,000 of 140,000").click()
+        answer.get_by_role("button", name="Show more: 20,000 of 140,000").click()
+        expect(answer.locator(".code").last).to_have_text(report)
+
+
 def test_a_long_part_of_a_tool_message_is_whole(tmp_path: Path, open_page: Open) -> None:
     """Only whole messages can be copied."""
     text = "".join(f"{number:06d} " for number in range(20_000))

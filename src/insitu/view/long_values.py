@@ -19,8 +19,8 @@ def shortened(value: Any, path: tuple[str | int, ...] = ()) -> Any:
     """An answer with only the beginnings of its long texts and of its lists of tokens."""
     if isinstance(value, Mapping):
         cut = {key: {"path": (*path, key), "length": len(each)} for key, each in value.items() if _is_long(key, each)}
-        short = {key: _inner(key, each, path) for key, each in value.items() if key not in cut}
-        return short | {key: value[key][:_BEGINNING] for key in cut} | ({CUT: cut} if cut else {})
+        short = {key: each[:_BEGINNING] if key in cut else _inner(key, each, path) for key, each in value.items()}
+        return short | ({CUT: cut} if cut else {})
     if isinstance(value, list | tuple):
         return [shortened(each, (*path, index)) for index, each in enumerate(value)]
     if isinstance(value, str) and len(value) > _LONGEST:  # of a list: those of an object are cut above

@@ -25,6 +25,21 @@ export function loadParts(read) {
 /** How many characters a text has, as the server counts them: one of two UTF-16 units, such as an emoji, once. @param {string} text */
 const characters = (text) => [...text].length;
 
+/** A value as JSON, with those of its texts below it that are only beginnings. @param {any} value */
+export function longJson(value) {
+  /** @type {HTMLElement[]} */
+  const texts = [];
+  /** @this {any} @param {string} key @param {any} each */
+  function short(key, each) {
+    if (key === "$cut") return undefined;
+    const cut = this.$cut?.[key];
+    if (!cut || typeof each !== "string") return each;
+    texts.push(longText(each, "code", cut));
+    return `(${count(cut.length)} characters, below)`;
+  }
+  return [longText(JSON.stringify(value, short, 2), "code"), ...texts];
+}
+
 /** A text that is folded if it is long. @param {string} text @param {string} [kind] @param {Cut} [cut] */
 export function longText(text, kind = "text", cut) {
   return foldLong(h("div", { class: kind }, text), text, cut);

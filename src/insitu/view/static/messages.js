@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 import { count, plain, pretty } from "./format.js";
-import { longText } from "./longtext.js";
+import { longJson, longText } from "./longtext.js";
 import { folded } from "./parts.js";
 
 /** @typedef {Record<string, any>} Message */
@@ -63,7 +63,7 @@ function partOf(part) {
       h("span", { class: "tag" }, String(part?.type ?? "part")),
       ` ${count(JSON.stringify(part ?? null).length)} characters`,
     ],
-    h("pre", {}, JSON.stringify(part, null, 2)),
+    longJson(part),
   );
 }
 
@@ -152,7 +152,7 @@ export function furtherFields(message) {
   return rest.length
     ? folded(
         h("span", { class: "muted" }, rest.map(([key]) => key).join(", ")),
-        h("pre", {}, JSON.stringify(Object.fromEntries(rest), null, 2)),
+        longJson({ ...Object.fromEntries(rest), $cut: message.$cut }),
       )
     : null;
 }
