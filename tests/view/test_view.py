@@ -801,7 +801,8 @@ async def test_a_long_message_is_sent_in_parts(tmp_path: Path) -> None:
         answer = await page.get("episode", episode="run_1/1/row/0/0")
         message = answer["conversations"][0][0]
         cut = message["$cut"]["content"]
-        assert cut == {"path": ["conversations", 0, 0, "content"], "length": len(text)}
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        assert cut == {"path": ["conversations", 0, 0, "content"], "length": len(text), "digest": digest}
         parts, path = message["content"], json.dumps(cut["path"])
         while len(parts) < len(text):
             parts += await page.get("part", episode="run_1/1/row/0/0", path=path, offset=len(parts))

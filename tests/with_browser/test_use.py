@@ -154,6 +154,17 @@ def test_a_long_text_of_an_answer_that_is_an_object_is_whole(tmp_path: Path, ope
         expect(answer.locator(".code").last).to_have_text(report)
 
 
+def test_long_messages_that_differ_at_their_ends_are_not_the_same(tmp_path: Path, open_page: Open) -> None:
+    run, text = MadeRun(tmp_path / "run"), "0123456789" * 12_000
+    ends = [talk().add("user", text).add("user", text + end).call("It ends.") for end in ("one", "two")]
+    run.group(1, "3", [(each, reward) for reward, each in enumerate(ends)])
+    run.end_epoch(1)
+    run.end()
+    with view_server(tmp_path) as url:
+        page = open_page("/group", url=url, refused=True, run="run", epoch=1, row="3")
+        expect(page.get_by_text("1 message at the start, the same in these 2 episodes")).to_be_visible()
+
+
 def test_a_long_part_of_a_tool_message_is_whole(tmp_path: Path, open_page: Open) -> None:
     """Only whole messages can be copied."""
     text = "".join(f"{number:06d} " for number in range(20_000))

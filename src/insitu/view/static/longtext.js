@@ -3,7 +3,7 @@
 import { h } from "./dom.js";
 import { count } from "./format.js";
 
-/** Where the rest of a value is that an answer only begins. @typedef {{path: (string | number)[], length: number}} Cut */
+/** Where the rest of a value is that an answer only begins. @typedef {{path: (string | number)[], length: number, digest?: string}} Cut */
 
 const LONG = 1500;
 const LINES = 24;

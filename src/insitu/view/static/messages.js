@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 import { count, plain, pretty } from "./format.js";
-import { longJson, longText } from "./longtext.js";
+import { cutsOf, longJson, longText } from "./longtext.js";
 import { folded } from "./parts.js";
 
 /** @typedef {Record<string, any>} Message */
@@ -27,7 +27,7 @@ export function messageText(message) {
   const calls = (message.tool_calls ?? []).map(
     (/** @type {any} */ call) => `${call.function?.name ?? call.type}(${plain(call.function?.arguments ?? "")})`,
   );
-  return [reasoning, contentText(message), ...calls].filter(Boolean).join("\n");
+  return [reasoning, contentText(message), ...calls, ...cutsOf(message).map((cut) => cut.digest)].filter(Boolean).join("\n");
 }
 
 /** The content of a message. @param {Message} message */
