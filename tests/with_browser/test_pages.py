@@ -146,6 +146,17 @@ def test_a_run_says_how_it_does(open_page: Open) -> None:
     expect(page.locator("#part-settings")).to_contain_text("Qwen/Qwen2.5-0.5B-Instruct")
 
 
+def test_scores_of_other_rows_are_not_compared(tmp_path: Path, open_page: Open) -> None:
+    """As after `--resume` with other held-out rows."""
+    run = MadeRun(tmp_path / "run", epochs=3)
+    for epoch, (score, rows) in enumerate(((0.9, "1111"), (0.3, "2222"), (0.5, "2222"))):
+        run.validate(epoch, score, scored_by=f"score, rows {rows}")
+    run.end("failed", "the disk is full", epoch=2)
+    with view_server(tmp_path) as url:
+        page = open_page("/run", url=url, refused=True, run="run")
+        expect(page.locator(".lead-fact")).to_contain_text("0.300 → 0.500best, epoch 2 · +0.200 since epoch 1")
+
+
 def test_a_run_that_has_not_begun_has_no_numbers(open_page: Open) -> None:
     page = open_page("/run", run="not_begun")
     expect(page.locator(".facts")).to_contain_text("no validation")
