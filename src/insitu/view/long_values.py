@@ -9,7 +9,7 @@ import orjson
 from insitu.errors import RequestRefused
 
 CUT = "$cut"
-"""Key that names the values of its object which are only a beginning: their paths in the answer, lengths, and digests of texts."""
+"""Key that names the values of its object which are only a beginning: path in the answer, length, digest of a text."""
 _LONGEST = 100_000
 """Characters, or tokens, of a value that is sent as a whole."""
 _BEGINNING = 20_000

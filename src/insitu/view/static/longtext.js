@@ -11,15 +11,15 @@ const LINES = 24;
 /** @type {(path: (string | number)[], offset: number) => Promise<string>} */
 let readPart = () => Promise.reject(new Error("The rest is not on this page."));
 
+/** Sets how the page in view reads the rest of long texts. @param {typeof readPart} read */
+export function loadParts(read) {
+  readPart = read;
+}
+
 /** What is left out of a value. @param {any} value @returns {Cut[]} */
 export function cutsOf(value) {
   if (value === null || typeof value !== "object") return [];
   return Object.entries(value).flatMap(([key, each]) => (key === "$cut" ? Object.values(each) : cutsOf(each)));
-}
-
-/** Sets how the page in view reads the rest of long texts. @param {typeof readPart} read */
-export function loadParts(read) {
-  readPart = read;
 }
 
 /** How many characters a text has, as the server counts them: one of two UTF-16 units, such as an emoji, once. @param {string} text */
