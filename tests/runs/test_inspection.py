@@ -201,6 +201,16 @@ def test_episodes_are_selected_and_sorted(run: Path, options: list[str], listed:
     assert [line.split("  ")[0].removeprefix("run_1/1/") for line in shown.out.splitlines()] == listed
 
 
+def test_failed_episodes_that_were_dropped_later_are_found_by_either_reason(tmp_path: Path) -> None:
+    made = Run(tmp_path / "run")
+    members = [failed(generation, "r", reward=0.0) for generation in (0, 1)]
+    made.add("r", *members)
+    made.weigh({}, *members, dropped="no_variance")
+    made.store.close()
+    for reason in ("timeout", "no_variance"):
+        assert len(show(made.folder, "--outcome", reason).out.splitlines()) == 2
+
+
 def test_the_one_episode_that_is_left_is_shown(run: Path) -> None:
     assert show(run, "--sort", "reward", "--limit", "1").out.startswith("episode run_1/1/r 1/0/0\n")
 

@@ -9,6 +9,7 @@ import pty
 import random
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -454,13 +455,14 @@ async def test_a_file_that_is_being_copied_is_read_when_it_is_there(tmp_path: Pa
     path.write_bytes(content[:there])
     async with shown(tmp_path) as page:
         assert await page.episodes() == ["1/r 1/0/0", "1/r 1/1/2"]
+        assert await page.groups(text="won") == [(1, "r 1")]
         assert "the file is damaged" in (await page.get("run"))["problems"][-1]
         with path.open("r+b") as file:
             file.seek(0, 2)
             file.write(content[there:])
         assert len(await page.episodes()) == 8
         assert await page.episodes(outcome="no_variance") == ["1/r2/0/0", "1/r2/1/0"]
-        await page.groups()
+        assert await page.groups(text="won") == await page.groups()
         assert not [problem for problem in (await page.get("run"))["problems"] if "damaged" in problem]
 
 
@@ -601,6 +603,35 @@ async def test_changes_are_reported(tmp_path: Path) -> None:
     other.store.close()
 
 
+@pytest.mark.parametrize("lock", ['{"pid": "x", "host": "HOST", "since": ""}', "[" * 200_000])
+async def test_an_odd_lock_of_a_run_hides_no_other(tmp_path: Path, lock: str) -> None:
+    for name in ("odd", "run"):
+        write_run(tmp_path / name).store.close()
+    async with shown(tmp_path) as page, asyncio.timeout(processes.HANGS):
+        changes = events(page.client)
+        await anext(changes)
+        (tmp_path / "odd/.lock").write_text(lock.replace("HOST", socket.gethostname()))
+        assert [run["run"] for run in (await page.get("runs"))["runs"]] == ["odd", "run"]
+        assert await anext(changes) == {"run": "odd", "files": [".lock"]}
+        (tmp_path / "run/run.json").write_text("{}")
+        while await anext(changes) != {"run": "run", "files": ["run.json"]}:
+            pass
+        await changes.aclose()
+
+
+async def test_a_file_whose_name_is_not_text_ends_no_stream_of_changes(tmp_path: Path) -> None:
+    write_run(tmp_path).store.close()
+    async with shown(tmp_path) as page, asyncio.timeout(60):
+        changes = events(page.client)
+        await anext(changes)
+        (tmp_path / os.fsdecode(b"\xff.txt")).touch()
+        assert (await anext(changes))["run"] == "."
+        (tmp_path / "run.json").write_text("{}")
+        while "run.json" not in (await anext(changes))["files"]:
+            pass
+        await changes.aclose()
+
+
 async def test_who_may_look(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     access = AccessPolicy.of("0.0.0.0", "correct horse".replace(" ", "-"), variable="INSITU_VIEW_TOKEN")
     async with shown(recorded, access) as page:
@@ -737,6 +768,22 @@ async def test_episodes_are_found_by_what_they_say(page: Page) -> None:
     assert (found["searched"], found["collected"]) == ({"groups": 4, "of": 4}, {"epoch": 2, "episodes": 2})
 
 
+async def test_a_run_that_was_cut_is_searched_anew(tmp_path: Path) -> None:
+    made = write_run(tmp_path)
+    sizes = made.store.sizes()
+    made.add("new", *of_epoch(2, episode(0, "new", output="found")))
+    made.store.close()
+    async with shown(tmp_path) as page:
+        assert await page.groups(text="found") == [(2, "new")]
+        again = Run(tmp_path, epoch_over=False)
+        again.store.cut_to(sizes)  # as --resume does
+        assert (await page.get("groups", text="found"))["searched"] == {"groups": 4, "of": 4}
+        again.add("other", *of_epoch(2, episode(0, "other")))
+        again.add("newest", *of_epoch(2, episode(0, "newest", output="found")))
+        assert await page.groups(text="found") == [(2, "newest")]
+        again.store.close()
+
+
 async def test_a_request_of_a_call(page: Page) -> None:
     request = await page.get("request", episode="run_1/1/r 1/0/0", call=0)
     assert request == {"model": "m", "messages": [user("move?")]}
@@ -754,7 +801,8 @@ async def test_a_long_message_is_sent_in_parts(tmp_path: Path) -> None:
         answer = await page.get("episode", episode="run_1/1/row/0/0")
         message = answer["conversations"][0][0]
         cut = message["$cut"]["content"]
-        assert cut == {"path": ["conversations", 0, 0, "content"], "length": len(text)}
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        assert cut == {"path": ["conversations", 0, 0, "content"], "length": len(text), "digest": digest}
         parts, path = message["content"], json.dumps(cut["path"])
         while len(parts) < len(text):
             parts += await page.get("part", episode="run_1/1/row/0/0", path=path, offset=len(parts))

@@ -296,7 +296,7 @@ class MadeRun:
         self.with_advantages = []
         self.progress("running", epoch)
 
-    def validate(self, epoch: int, score: float) -> None:
+    def validate(self, epoch: int, score: float, **fields: Any) -> None:
         half = 0.04
         self._validations.append(
             {
@@ -309,6 +309,7 @@ class MadeRun:
                 "ci95": [score - half, score + half],
                 "dropped": {},
                 "seconds": 8.0,
+                **fields,
             }
         )
         self.store.write("validation_history.json", self._validations)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,17 @@ def test_a_run_says_how_it_does(open_page: Open) -> None:
     expect(page.get_by_role("region", name="Left out")).to_contain_text("timeout")
     page.get_by_text("Settings of the file").click()
     expect(page.locator("#part-settings")).to_contain_text("Qwen/Qwen2.5-0.5B-Instruct")
+
+
+def test_scores_of_other_rows_are_not_compared(tmp_path: Path, open_page: Open) -> None:
+    """As after `--resume` with other held-out rows."""
+    run = MadeRun(tmp_path / "run", epochs=3)
+    for epoch, (score, rows) in enumerate(((0.9, "1111"), (0.3, "2222"), (0.5, "2222"))):
+        run.validate(epoch, score, scored_by=f"score, rows {rows}")
+    run.end("failed", "the disk is full", epoch=2)
+    with view_server(tmp_path) as url:
+        page = open_page("/run", url=url, refused=True, run="run")
+        expect(page.locator(".lead-fact")).to_contain_text("0.300 → 0.500best, epoch 2 · +0.200 since epoch 1")
 
 
 def test_a_run_that_has_not_begun_has_no_numbers(open_page: Open) -> None:
@@ -319,6 +331,19 @@ def test_conversations_of_several_agents(open_page: Open) -> None:
 def test_a_link_opens_at_its_call(open_page: Open) -> None:
     page = open_page("/episode", **episode("long"), call=150)
     expect(page.locator("#call-150")).to_be_in_viewport()
+
+
+def test_tokens_of_a_call_without_token_ids_are_those_of_its_usage(tmp_path: Path, open_page: Open) -> None:
+    run = MadeRun(tmp_path / "run")
+    talk = short(run.chance)
+    usage = {"prompt_tokens": 12, "completion_tokens": 57}
+    talk.calls = [replace(each, prompt_token_ids=None, token_ids=None, usage=usage) for each in talk.calls]
+    run.group(1, "3", [(talk, 1.0)])
+    run.end_epoch(1)
+    run.end()
+    with view_server(tmp_path) as url:
+        page = open_page("/episode", url=url, refused=True, run="run", episode="insitu_run_run/1/3/0/0")
+        expect(page.locator(".call-details")).to_contain_text("12 prompt + 57 sampled tokens")
 
 
 def test_images_of_the_message_are_shown_and_others_not_loaded(open_page: Open) -> None:

@@ -1,12 +1,15 @@
 """How the pages of `insitu view` are used: addresses and Back, the focus, long texts, search, copies, preferences."""
 
 import json
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from conftest import Open, view_server
-from made_runs import SIZE, MadeRun, short
+from made_runs import SIZE, Conversation, MadeRun, short
 from playwright.sync_api import Page, expect
 
 
@@ -112,6 +115,67 @@ def test_a_message_of_ten_megabytes_is_loaded_in_parts(open_page: Open) -> None:
     assert labels[0] == "Show more: 20,000 of 10,000,000 characters are shown"
     text = result.locator(".code").text_content() or ""
     assert (len(text), text.endswith("THE END")) == (SIZE, True)
+
+
+def talk() -> Conversation:
+    return Conversation(random.Random(0))
+
+
+@contextmanager
+def episode_page(folder: Path, open_page: Open, episode: Conversation, **fields: Any) -> Iterator[Page]:
+    """The page of the only episode of a run."""
+    run = MadeRun(folder / "run")
+    run.group(1, "3", [(episode, 1.0)], **fields)
+    run.end_epoch(1)
+    run.end()
+    with view_server(folder) as url:
+        yield open_page("/episode", url=url, refused=True, run="run", episode="insitu_run_run/1/3/0/0")
+
+
+def test_long_texts_are_whole_whatever_is_in_them(tmp_path: Path, open_page: Open) -> None:
+    """Offsets of their parts count characters, emoji too."""
+    text = "".join(f"{number:06d}😀" for number in range(20_000))
+    with episode_page(tmp_path, open_page, talk().add("user", text).call("It ends.")) as page:
+        message = page.locator(".message.role-user")
+        message.get_by_role("button", name="Show the first 20,000 of 140,000").click()
+        message.get_by_role("button", name="Show more: 20,000 of 140,000").click()
+        message.get_by_role("button", name="Show less").wait_for()
+        assert message.locator(".text").text_content() == text
+
+
+def test_a_long_text_of_an_answer_that_is_an_object_is_whole(tmp_path: Path, open_page: Open) -> None:
+    report = "".join(f"{number:06d} " for number in range(20_000))
+    asked = talk().add("user", "Write.").call("It ends.")
+    with episode_page(tmp_path, open_page, asked, output={"report": report, "score": 1}) as page:
+        answer = page.get_by_role("region", name="Answer")
+        expect(answer).to_contain_text('{ "report": "(140,000 characters, below)", "score": 1 }')
+        answer.get_by_role("button", name="Show the first 20,000 of 140,000").click()
+        answer.get_by_role("button", name="Show more: 20,000 of 140,000").click()
+        expect(answer.locator(".code").last).to_have_text(report)
+
+
+def test_long_messages_that_differ_at_their_ends_are_not_the_same(tmp_path: Path, open_page: Open) -> None:
+    run, text = MadeRun(tmp_path / "run"), "0123456789" * 12_000
+    ends = [talk().add("user", text).add("user", text + end).call("It ends.") for end in ("one", "two")]
+    run.group(1, "3", [(each, reward) for reward, each in enumerate(ends)])
+    run.end_epoch(1)
+    run.end()
+    with view_server(tmp_path) as url:
+        page = open_page("/group", url=url, refused=True, run="run", epoch=1, row="3")
+        expect(page.get_by_text("1 message at the start, the same in these 2 episodes")).to_be_visible()
+
+
+def test_a_long_part_of_a_tool_message_is_whole(tmp_path: Path, open_page: Open) -> None:
+    """Only whole messages can be copied."""
+    text = "".join(f"{number:06d} " for number in range(20_000))
+    result = talk().call("").add("tool", [{"type": "text", "text": text}], tool_call_id="c").call("It ends.")
+    with episode_page(tmp_path, open_page, result) as page:
+        message = page.locator(".message.role-tool")
+        message.get_by_role("button", name="Show the first 20,000 of 140,000").click()
+        message.get_by_role("button", name="Show more: 20,000 of 140,000").click()
+        expect(message.locator(".text")).to_have_text(text)
+        expect(message.get_by_role("button", name="Copy JSON")).to_have_count(0)
+        expect(page.get_by_role("button", name="Copy JSON")).to_have_count(2)
 
 
 def test_episodes_are_found_by_what_they_say(open_page: Open) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from insitu.disk.files import NOT_SUPPORTED, is_alive, open_received, read_received, writing_for
 from insitu.errors import ConfigError
+from insitu.wire.http_format import load_json
 
 LOCK_FILE = ".lock"
 _OWNER_SECONDS = 1.0
@@ -156,9 +157,10 @@ def locked_elsewhere(folder: Path) -> bool:
 
 def _parse_owner(path: Path) -> _Owner | None:
     try:
-        return _Owner(**json.loads(read_received(path)))
+        owner = _Owner(**load_json(read_received(path)))
     except (OSError, ValueError, TypeError):
         return None
+    return owner if isinstance(owner.pid, int) and 0 < owner.pid < 2**31 else None
 
 
 def _is_open_at(descriptor: int, path: Path) -> bool:

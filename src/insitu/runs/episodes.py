@@ -33,7 +33,7 @@ _FILTERS = {
     "epoch": ("--epoch", "epoch = ?"),
     "row_id": ("--row", "row_id = ?"),
     "generation": ("--generation", "generation = ?"),
-    "outcome": ("--outcome", "? IN (outcome, coalesce(dropped, reason), status)"),
+    "outcome": ("--outcome", "? IN (outcome, reason, dropped, status)"),
     "min_reward": ("--min_reward", "reward >= ?"),
 }
 """The options that select episodes, and their conditions in SQL, the most specific first."""

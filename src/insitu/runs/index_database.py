@@ -98,6 +98,8 @@ class IndexDatabase:
         """Whether all files have been read once."""
         self._lock = threading.RLock()
         self._changes = 0
+        self.rebuilds = 0
+        """Changes whenever ids may name other rows."""
         self._inode = 0
         """The inode of the file, 0 if the database is temporary."""
         self._database = self._open()
@@ -170,6 +172,7 @@ class IndexDatabase:
             self._database.close()
             self.complete = False
             self._changes += 1
+            self.rebuilds += 1
             if self._inode and self._inode == _inode(self._path):
                 self._delete(error)
             in_file = not isinstance(error, sqlite3.OperationalError)  # no space, or no longer writable

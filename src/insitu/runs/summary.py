@@ -12,7 +12,7 @@ from insitu.disk.files import file_size
 from insitu.disk.folder_lock import locked_by
 from insitu.disk.json_files import shorter_than_written
 from insitu.errors import ConfigError
-from insitu.runs.files import BEST, EVENTS, INDEX, METRICS, PROGRESS, RUN_FILES, holds_run
+from insitu.runs.files import BEST, EVENTS, METRICS, PROGRESS, RUN_FILES, holds_run
 from insitu.runs.reader import Problems, RunReader
 from insitu.runs.records import RunProgress, best_validation, comparable_validations, natural
 
@@ -135,7 +135,8 @@ def _damaged_sizes(files: RunReader, progress: RunProgress) -> Iterator[str]:
 
 
 def _last_written(run: Path) -> str:
-    times = [entry.stat().st_mtime for entry in os.scandir(run) if entry.is_file() and not entry.name.startswith(INDEX)]
+    """Without hidden files: the index is not the run's, and drafts may vanish meanwhile."""
+    times = [entry.stat().st_mtime for entry in os.scandir(run) if entry.is_file() and not entry.name.startswith(".")]
     return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds")
 
 

@@ -111,15 +111,19 @@ class _Search:
         self._index, self._text = index, text
         self._lock = threading.Lock()
         self.searched = 0
+        self._unread: dict[int, sqlite3.Row] = {}
+        """Groups of which a part could not be read: the folder may be copied just now."""
         self._matches: dict[str, dict[Any, None]] = {"groups": {}, "episodes": {}}
 
     def matches(self, table: str) -> str:
         """What matches among the lines read, as JSON."""
         with self._lock:
             until = time.monotonic() + _SEARCH_SECONDS
-            for group in self._index.select("SELECT * FROM groups WHERE id > ? ORDER BY id", (self.searched,)):
+            new = self._index.select("SELECT * FROM groups WHERE id > ? ORDER BY id", (self.searched,))
+            for group in [*new, *self._unread.values()]:
+                self._unread.pop(group["id"], None)
                 self._read(group)
-                self.searched = group["id"]
+                self.searched = max(self.searched, group["id"])
                 if time.monotonic() > until:
                     break
             return orjson.dumps([*self._matches[table]]).decode()
@@ -130,6 +134,7 @@ class _Search:
             try:
                 records = read_block(self._index.run / name, block)
             except InsituError:  # which the page of the run tells
+                self._unread[group["id"]] = group
                 continue
             for record in records:
                 if any(self._text in text.lower() for key in keys for text in _texts(record.get(key))):
@@ -151,8 +156,7 @@ class Lists:
     def __init__(self, index: RunIndex) -> None:
         self._index = index
         self._sorted = lru_cache(_ORDERS)(self._read_sorted)
-
-        self._search = lru_cache(_MOST_RUNS)(lambda text: _Search(self._index, text))
+        self._searches = lru_cache(_MOST_RUNS)(lambda text, rebuilds: _Search(self._index, text))
 
     def groups(self, asked: Mapping[str, str]) -> dict[str, Any]:
         """The answer of `/api/groups`."""
@@ -164,11 +168,14 @@ class Lists:
         total, rows = self._page(_EPISODES, asked)
         return {**self._about(total, asked), "episodes": [*map(episode_line, rows)]}
 
+    def _search(self, text: str) -> _Search:
+        return self._searches(text.lower(), self._index.rebuilds)
+
     def _about(self, total: int, asked: Mapping[str, str]) -> dict[str, Any]:
         """`collected` is how many episodes the newest epoch has by now, `searched` how many groups were searched."""
         newest = "SELECT epoch, sum(num_episodes) AS episodes FROM groups WHERE epoch = (SELECT max(epoch) FROM groups)"
         indexed, [collected] = self._index.indexed, self._index.select(newest)
-        searched = self._search(text.lower()).searched if (text := asked.get("text", "")) else indexed.of
+        searched = self._search(text).searched if (text := asked.get("text", "")) else indexed.of
         about = {"total": total, "indexed": indexed._asdict(), "collected": dict(collected)}
         return about | {"searched": {"groups": searched, "of": indexed.of}}
 
@@ -187,7 +194,7 @@ class Lists:
         conditions = [condition for condition, _ in filters.values()]
         if text := asked.get("text", ""):
             conditions.append(f"{lines.name} IN (SELECT value FROM json_each(?))")
-            values = (*values, self._search(text.lower()).matches(lines.table))
+            values = (*values, self._search(text).matches(lines.table))
         select = self._index.select
         if column == "id" and not conditions:  # lists that grow are not sorted again and again
             [counted] = select(f"SELECT count(*) AS lines FROM {lines.table}")

@@ -1,5 +1,6 @@
 """Long texts and lists of an answer are sent in parts, so that a message of 10 MB does not keep a page from opening."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ import orjson
 from insitu.errors import RequestRefused
 
 CUT = "$cut"
-"""Key that names the values of its object which are only a beginning: their paths in the answer, and lengths."""
+"""Key that names the values of its object which are only a beginning: path in the answer, length, digest of a text."""
 _LONGEST = 100_000
 """Characters, or tokens, of a value that is sent as a whole."""
 _BEGINNING = 20_000
@@ -18,14 +19,21 @@ _PART = 1_000_000
 def shortened(value: Any, path: tuple[str | int, ...] = ()) -> Any:
     """An answer with only the beginnings of its long texts and of its lists of tokens."""
     if isinstance(value, Mapping):
-        cut = {key: {"path": (*path, key), "length": len(each)} for key, each in value.items() if _is_long(key, each)}
-        short = {key: _inner(key, each, path) for key, each in value.items() if key not in cut}
-        return short | {key: value[key][:_BEGINNING] for key in cut} | ({CUT: cut} if cut else {})
+        cut = {key: _about(each, (*path, key)) for key, each in value.items() if _is_long(key, each)}
+        short = {key: each[:_BEGINNING] if key in cut else _inner(key, each, path) for key, each in value.items()}
+        return short | ({CUT: cut} if cut else {})
     if isinstance(value, list | tuple):
         return [shortened(each, (*path, index)) for index, each in enumerate(value)]
     if isinstance(value, str) and len(value) > _LONGEST:  # of a list: those of an object are cut above
-        return {"text": value[:_BEGINNING], CUT: {"text": {"path": path, "length": len(value)}}}
+        return {"text": value[:_BEGINNING], CUT: {"text": _about(value, path)}}
     return value
+
+
+def _about(value: Any, path: tuple[str | int, ...]) -> dict[str, Any]:
+    about = {"path": path, "length": len(value)}
+    if isinstance(value, str):
+        about["digest"] = hashlib.sha256(value.encode(errors="surrogatepass")).hexdigest()
+    return about
 
 
 def _is_long(key: str, value: Any) -> bool:

@@ -15,6 +15,7 @@ from insitu.disk.folder_lock import LOCK_FILE, locked_by
 from insitu.errors import ConfigError, RequestRefused
 from insitu.runs.files import COLLECTIONS, EVENTS, FINAL_METRICS, METRICS
 from insitu.runs.reader import RunReader
+from insitu.runs.records import comparable_validations
 from insitu.runs.summary import DEFAULT_FOLDERS, RunSummary, find_runs, read_details, read_summary
 from insitu.schemas.evaluation import WORKFLOW_OUTPUT
 
@@ -117,7 +118,7 @@ def _described(
 
 def _totals(epochs: Records, validations: Records, events: Records) -> dict[str, Any]:
     """Each value is None if it is unknown; `seconds` are those of complete epochs and a validation before the first."""
-    scores = [[each["epoch"], each["avg_reward"]] for each in validations if "error" not in each]
+    scores = [[each["epoch"], each["avg_reward"]] for each in comparable_validations(validations)]
     tokens = [epoch["tokens"] for epoch in epochs if epoch.get("tokens") is not None]
     phases = [(epoch.get("seconds") or {}).get(phase) or 0.0 for epoch in epochs for phase in _PHASES]
     before = (each for each in validations if each["epoch"] == 0 and not each.get("beside"))

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
 from aiohttp import web
 
 from insitu.disk.json_files import dump_json
@@ -146,7 +145,7 @@ class ViewServer:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(HEARTBEAT_SECONDS):
                             change = await changes.get()
-                        data = format_event(orjson.dumps(change._asdict()), "changed")
+                        data = format_event(dump_json(change._asdict()), "changed")
                     await response.write(data)
         return response
 

@@ -3,7 +3,7 @@
 import { h, style } from "./dom.js";
 import { ABSENT, count, duration, isNumber, plain, plural, signed } from "./format.js";
 import { copyButton, curl, messageJson } from "./copying.js";
-import { foldLong } from "./longtext.js";
+import { cutsOf, foldLong } from "./longtext.js";
 import { contentOf, contentText, furtherFields, reasoningOf, toolCallsOf, toolResult } from "./messages.js";
 import { sideTags } from "./pairs.js";
 import { definitions, folded } from "./parts.js";
@@ -111,7 +111,7 @@ function completion(message, call, shown) {
 
 /** @param {Record<string, any>} message */
 const copyMessage = (message) =>
-  message.$cut ? null : copyButton("Copy JSON", () => messageJson(message));
+  cutsOf(message).length ? null : copyButton("Copy JSON", () => messageJson(message));
 
 /** @param {Record<string, any>} answer */
 function severalModels(answer) {
@@ -156,7 +156,7 @@ function differentContent(message, tokens) {
 
 /** @param {Record<string, any>} call @param {Shown} [shown] */
 function callDetails(call, shown) {
-  const usage = `${count(call.prompt_tokens ?? call.usage?.prompt_tokens)} prompt + ${count(call.tokens?.length ?? call.sampled_tokens ?? call.usage?.completion_tokens)} sampled tokens`;
+  const usage = `${count(call.prompt_tokens ?? call.usage?.prompt_tokens)} prompt + ${count(call.sampled_tokens ?? call.usage?.completion_tokens)} sampled tokens`;
   const time = isNumber(call.ended) ? duration(call.ended - call.started) : ABSENT;
   const summary = h(
     "span",

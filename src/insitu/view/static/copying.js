@@ -20,7 +20,7 @@ export function copyButton(label, text) {
 
 /** A message as it was sent, without what the page adds. @param {Record<string, any>} message */
 export function messageJson(message) {
-  const { call: _, conversation: __, $cut: ___, ...own } = message;
+  const { call: _, conversation: __, ...own } = message;
   return JSON.stringify(own, null, 2);
 }
 

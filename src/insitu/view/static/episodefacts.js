@@ -3,7 +3,7 @@
 import { h } from "./dom.js";
 import { ABSENT, count, duration, isNumber, plain, plural, score, signed } from "./format.js";
 import { episodeLabel, link, rowLabel, toEpisode, toGroup } from "./links.js";
-import { longText } from "./longtext.js";
+import { longJson, longText } from "./longtext.js";
 import { aboutRow, sideTags } from "./pairs.js";
 import { definitions, fact, failure, outcomeBadge, problems } from "./parts.js";
 import { rewardDots } from "./sparkline.js";
@@ -113,7 +113,7 @@ export function side(run, answer) {
                 h("span", { class: "small muted" }, "The evaluator's reasoning"),
                 typeof record.reasoning === "string"
                   ? longText(record.reasoning, "text", record.$cut?.reasoning)
-                  : h("pre", {}, JSON.stringify(record.reasoning, null, 2)),
+                  : longJson(record.reasoning),
               )
             : null,
         )
@@ -131,7 +131,7 @@ export function side(run, answer) {
           "section",
           { "aria-label": "Answer" },
           h("h2", {}, "Answer"),
-          typeof record.output === "string" ? longText(record.output, "text", record.$cut?.output) : foldedJson(record.output),
+          typeof record.output === "string" ? longText(record.output, "text", record.$cut?.output) : longJson(record.output),
         )
       : null,
     record.candidates?.length
@@ -153,11 +153,6 @@ export function side(run, answer) {
       h("p", {}, link(toGroup(run, record), {}, "Compare with its group"), " · ", copyLink()),
     ),
   ];
-}
-
-/** @param {any} value */
-function foldedJson(value) {
-  return longText(JSON.stringify(value, null, 2), "code");
 }
 
 /** @param {any[]} all */

@@ -3,7 +3,7 @@
 import { h } from "./dom.js";
 import { count } from "./format.js";
 
-/** Where the rest of a value is that an answer only begins. @typedef {{path: (string | number)[], length: number}} Cut */
+/** Where the rest of a value is that an answer only begins. @typedef {{path: (string | number)[], length: number, digest?: string}} Cut */
 
 const LONG = 1500;
 const LINES = 24;
@@ -14,6 +14,30 @@ let readPart = () => Promise.reject(new Error("The rest is not on this page."));
 /** Sets how the page in view reads the rest of long texts. @param {typeof readPart} read */
 export function loadParts(read) {
   readPart = read;
+}
+
+/** What is left out of a value. @param {any} value @returns {Cut[]} */
+export function cutsOf(value) {
+  if (value === null || typeof value !== "object") return [];
+  return Object.entries(value).flatMap(([key, each]) => (key === "$cut" ? Object.values(each) : cutsOf(each)));
+}
+
+/** How many characters a text has, as the server counts them: one of two UTF-16 units, such as an emoji, once. @param {string} text */
+const characters = (text) => [...text].length;
+
+/** A value as JSON, with those of its texts below it that are only beginnings. @param {any} value */
+export function longJson(value) {
+  /** @type {HTMLElement[]} */
+  const texts = [];
+  /** @this {any} @param {string} key @param {any} each */
+  function short(key, each) {
+    if (key === "$cut") return undefined;
+    const cut = this.$cut?.[key];
+    if (!cut || typeof each !== "string") return each;
+    texts.push(longText(each, "code", cut));
+    return `(${count(cut.length)} characters, below)`;
+  }
+  return [longText(JSON.stringify(value, short, 2), "code"), ...texts];
 }
 
 /** A text that is folded if it is long. @param {string} text @param {string} [kind] @param {Cut} [cut] */
@@ -29,7 +53,7 @@ export function foldLong(body, text, cut) {
   const lines = text.split("\n", LINES + 1).length;
   if (!cut && text.length <= LONG && lines <= LINES) return body;
   body.classList.add("clamped");
-  let shown = text.length;
+  let shown = characters(text);
   const all = cut?.length ?? shown;
   const label = () => {
     if (body.classList.contains("clamped"))
@@ -42,9 +66,9 @@ export function foldLong(body, text, cut) {
       button.disabled = true;
       try {
         const part = await readPart(cut.path, shown);
-        const end = shown + part.length < all ? part.lastIndexOf("\n") + 1 || part.length : part.length;
-        body.append(h("span", { class: "part" }, part.slice(0, end)));
-        shown += end;
+        const more = shown + characters(part) < all ? part.slice(0, part.lastIndexOf("\n") + 1) || part : part;
+        body.append(h("span", { class: "part" }, more));
+        shown += characters(more);
       } finally {
         button.disabled = false;
       }

@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 import { count, plain, pretty } from "./format.js";
-import { longText } from "./longtext.js";
+import { cutsOf, longJson, longText } from "./longtext.js";
 import { folded } from "./parts.js";
 
 /** @typedef {Record<string, any>} Message */
@@ -27,7 +27,7 @@ export function messageText(message) {
   const calls = (message.tool_calls ?? []).map(
     (/** @type {any} */ call) => `${call.function?.name ?? call.type}(${plain(call.function?.arguments ?? "")})`,
   );
-  return [reasoning, contentText(message), ...calls].filter(Boolean).join("\n");
+  return [reasoning, contentText(message), ...calls, ...cutsOf(message).map((cut) => cut.digest)].filter(Boolean).join("\n");
 }
 
 /** The content of a message. @param {Message} message */
@@ -63,7 +63,7 @@ function partOf(part) {
       h("span", { class: "tag" }, String(part?.type ?? "part")),
       ` ${count(JSON.stringify(part ?? null).length)} characters`,
     ],
-    h("pre", {}, JSON.stringify(part, null, 2)),
+    longJson(part),
   );
 }
 
@@ -107,7 +107,7 @@ export function toolResult(message) {
   const name = message.name ?? message.tool_call_id ?? "";
   if (
     Array.isArray(message.content) &&
-    message.content.some((part) => typeof part === "object" && typeof part?.text !== "string")
+    message.content.some((part) => typeof part === "object" && (typeof part?.text !== "string" || part.$cut))
   )
     return contentOf(message);
   if (text.length < 240 && !text.includes("\n")) return [h("div", { class: "text mono" }, text)];
@@ -152,7 +152,7 @@ export function furtherFields(message) {
   return rest.length
     ? folded(
         h("span", { class: "muted" }, rest.map(([key]) => key).join(", ")),
-        h("pre", {}, JSON.stringify(Object.fromEntries(rest), null, 2)),
+        longJson({ ...Object.fromEntries(rest), $cut: message.$cut }),
       )
     : null;
 }

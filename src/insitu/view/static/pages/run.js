@@ -187,21 +187,20 @@ function header(run, adding, progress) {
 /** @param {Details} run */
 function scoreFact(run) {
   const { summary } = run;
-  const scored = run.validations.filter((/** @type {any} */ each) => isNumber(each.avg_reward));
   const best =
     run.best ??
-    scored.reduce(
-      (/** @type {any} */ top, /** @type {any} */ each) => (top && top.avg_reward >= each.avg_reward ? top : each),
-      null,
+    run.validations.findLast(
+      (/** @type {any} */ each) =>
+        isNumber(each.avg_reward) && each.epoch === summary.best_epoch && each.avg_reward === summary.best_score,
     );
   if (!best) {
     const failed = run.validations.at(-1)?.error;
     return fact("Held-out score", ABSENT, failed ? `the validation failed: ${failed}` : "no validation");
   }
   const interval = best.ci95 ? `95 %: ${score(best.ci95[0])} to ${score(best.ci95[1])}` : "";
-  const first = scored[0] && scored[0].epoch < best.epoch ? scored[0] : null;
-  const gain = first
-    ? `${signed(best.avg_reward - first.avg_reward)} since epoch ${first.epoch}`
+  const [epoch, first] = summary.scores?.[0] ?? []; // of those that are comparable with the last
+  const gain = epoch < best.epoch
+    ? `${signed(best.avg_reward - first)} since epoch ${epoch}`
     : best.epoch
       ? null
       : "before training";
@@ -215,7 +214,7 @@ function scoreFact(run) {
       h(
         "span",
         { class: "figure" },
-        first ? arrow(score(first.avg_reward), score(best.avg_reward)) : score(best.avg_reward),
+        epoch < best.epoch ? arrow(score(first), score(best.avg_reward)) : score(best.avg_reward),
       ),
       h(
         "span",
