@@ -12,6 +12,7 @@ from insitu.runs.episodes import RecordedEpisode, token_texts
 from insitu.runs.index_database import TrainingStatus
 from insitu.runs.records import SIDES
 from insitu.schemas.episodes import ModelCall, TrainingRow
+from insitu.schemas.finetuning import tool_call_lines
 
 _TRAINED = (TrainingStatus.TRAINED, TrainingStatus.SENT)
 
@@ -175,9 +176,7 @@ def _message_text(message: dict[str, Any]) -> str:
     for part in content if isinstance(content, list) else [content]:
         if part is not None:
             lines.append(str(part.get("text", f"[{part.get('type')}]") if isinstance(part, dict) else part))
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        lines.append(f"-> {function.get('name')}({function.get('arguments')})")
+    lines += [f"-> {line}" for line in tool_call_lines(message)]
     return "\n".join(line for line in lines if line)
 
 

@@ -249,9 +249,13 @@ def text_content(content: Any) -> str:
 
 def message_text(message: Mapping[str, Any]) -> str:
     """A message as text: its content, then a line `name(arguments)` for each tool call."""
+    return "\n".join([*filter(None, [text_content(message.get("content"))]), *tool_call_lines(message)])
+
+
+def tool_call_lines(message: Mapping[str, Any]) -> list[str]:
+    """A line `name(arguments)` for each tool call of a message."""
     calls = [call.get("function") or call.get("custom") or {} for call in message.get("tool_calls") or ()]
-    lines = [f"{call.get('name')}({call.get('arguments', call.get('input'))})" for call in calls]
-    return "\n".join([*filter(None, [text_content(message.get("content"))]), *lines])
+    return [f"{call.get('name')}({call.get('arguments', call.get('input'))})" for call in calls]
 
 
 class EpisodeItem(BaseModel):
