@@ -423,6 +423,8 @@ REFUSED = [
         "ConfigError: output_dir: cannot write to /proc/x: No such file",
     ),
     ("evaluate(answer, score, ROWS, model=MODEL, output_dir='/proc/x')", "ConfigError: output_dir: cannot write"),
+    ("evaluate(answer, score, ROWS, model=MODEL, output_dir='own')", "/own/config.yml exists already and is not"),
+    ("finetune(answer, score, train=ROWS, model=MODEL, output_dir='own')", "/own/config.yml exists already and is"),
     ("finetune(config='nothing.yml')", "cannot read the configuration file nothing.yml"),
     ("evaluate(answer, score, ROWS, model='runs')", "BackendUnavailable"),
     (
@@ -438,6 +440,8 @@ def test_what_cannot_be_done_is_an_error_of_insitu(trained: tuple[Path, dict[str
     """With the message of the command line, and before an earlier run is moved aside."""
     (tmp_path / "runs/answer").mkdir(parents=True)
     (tmp_path / "runs/answer/run.json").write_text("{}")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/config.yml").write_text("general: {seed: 3}\n")
     tried = (
         f"print('CALL')\ntry:\n    insitu.{call}\nexcept Exception:\n    traceback.print_exc(file=sys.stdout)\n"
         for call, _ in REFUSED
@@ -448,6 +452,7 @@ def test_what_cannot_be_done_is_an_error_of_insitu(trained: tuple[Path, dict[str
         assert any(problem in line for line in lines.strip().splitlines()), (call, lines)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["answer"]
     assert [path.name for path in (tmp_path / "runs/answer").iterdir()] == ["run.json"]
+    assert (tmp_path / "own/config.yml").read_text() == "general: {seed: 3}\n"
 
 
 def test_a_script_that_asks_for_what_cannot_be_done_fails(tmp_path: Path) -> None:

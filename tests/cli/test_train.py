@@ -219,6 +219,8 @@ REFUSED = [
     ({"--held_out": "empty.jsonl"}, "validation: dataset "),
     ({"--save": "agent.py"}, "--save: agent.py exists already and is not overwritten; give another name"),
     ({"--save": "/proc/x/y.yml"}, "--save: cannot write to /proc/x"),
+    ({"--output_dir": "."}, "/rows.jsonl exists already and is not replaced; give another folder"),
+    ({"--rows": "own/rows.jsonl", "--output_dir": "own"}, "/own/rows.jsonl exists already and is not replaced"),
     ({"--epochs": "0"}, "0 is not in the range x>=1"),
     ({"-o": "finetuning.epochs"}, "finetuning: key 'epochs' does not exist"),
 ]
@@ -243,6 +245,9 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(trained: A
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "runs/answer").mkdir(parents=True)
     (tmp_path / "runs/answer/run.json").write_text("{}")
+    (tmp_path / "own").mkdir()
+    for name in ("config.yml", "rows.jsonl"):  # as a call from Python leaves them
+        (tmp_path / "own" / name).write_text((trained[0] / "runs/answer" / name).read_text())
     right = dict(zip(ARGUMENTS[1::2], ARGUMENTS[2::2], strict=True))
     calls = []
     for change, _ in REFUSED:
@@ -252,6 +257,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(trained: A
     (tmp_path / "refused.json").write_text(json.dumps(calls))
     (tmp_path / "refused.py").write_text(LOOP)
     before = sorted(path.name for path in tmp_path.rglob("*") if path.suffix != ".pyc")
+    rows = [(path, path.read_text()) for path in tmp_path.rglob("rows.jsonl")]
     with start("refused.py", folder=tmp_path, HF_HUB_OFFLINE="1") as process:
         out, err = process.communicate(600)
         assert process.wait() == 0, err
@@ -260,6 +266,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(trained: A
         assert problem in text, (change, text)
     after = sorted(path.name for path in tmp_path.rglob("*") if path.suffix != ".pyc" and path.name != "__pycache__")
     assert after == before
+    assert [(path, path.read_text()) for path, _ in rows] == rows
 
 
 def test_a_file_that_train_has_saved_is_replaced(trained: Any) -> None:

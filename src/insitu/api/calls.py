@@ -295,7 +295,7 @@ def checked_settings(
     """The checked settings, as a file and with its rows, of this keyword, in the output folder.
 
     With the inputs of a run that is `continued` there, raises ConfigError if they or the settings are not its own,
-    before anything is written; nothing is if that run is complete.
+    before anything is written; nothing is if that run is complete. Raises ConfigError rather than replace other files.
     """
     project.output = folder
     project.dataset(*rows)
@@ -303,6 +303,7 @@ def checked_settings(
         project.set("finetuning.validation.dataset", str(file))
     project.merge(sections)
     project.set("general.folder", os.path.relpath(project.folder, folder))
+    project.check_replaced(CONFIG)
     writable_folder(folder, "output_dir")
     config = check_config(project.settings, folder / CONFIG)
     if continued is not None:

@@ -65,6 +65,8 @@ class Project:
     settings: Settings = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     not_importable: list[str] = field(default_factory=list)
+    rows_files: list[Path] = field(default_factory=list)
+    """The files of rows that are given as paths."""
 
     @classmethod
     def of(cls, config: str | Path | Mapping[str, Any] | None, caller: Mapping[str, Any]) -> "Project":
@@ -142,8 +144,11 @@ class Project:
 
         Raises ConfigError, naming the keyword and the row, for what no file can hold.
         """
-        if rows is None or isinstance(rows, str | os.PathLike):
-            return None if rows is None else Path(rows)
+        if rows is None:
+            return None
+        if isinstance(rows, str | os.PathLike):
+            self.rows_files.append(Path(rows))
+            return Path(rows)
         for method, arguments in (("to_dicts", ()), ("to_list", ()), ("to_dict", ("records",))):
             if not isinstance(rows, Mapping | list) and hasattr(rows, method):  # of polars, datasets, pandas
                 rows = getattr(rows, method)(*arguments)
@@ -166,6 +171,14 @@ class Project:
         if (file := self.rows(rows, "rows", keyword)) is not None:
             changed = {"_type": file_format(file), "file_path": str(file)}
             self.set("eval.general.dataset", {**(self.get("eval.general.dataset") or {}), **changed})
+
+    def check_replaced(self, config: str) -> None:
+        """Raises ConfigError if the settings, as the file `config`, or rows would replace what a user has written."""
+        own = is_written(self.output / config)
+        inputs = [place for file in self.rows_files for place in (file, self.folder / file) if place.exists()]
+        for path in (self.output / name for name in (config, *self.files)):
+            if os.path.lexists(path) and (not own or any(path.exists() and path.samefile(each) for each in inputs)):
+                raise ConfigError(f"output_dir: {path} exists already and is not replaced; give another folder")
 
     def write_rows(self) -> None:
         """Writes the rows that were not given as files into the output folder."""
@@ -194,6 +207,11 @@ class Project:
                 override(settings, key, os.path.relpath(rows, self.folder))
         override(settings, "general.folder", os.path.relpath(self.folder, file.resolve().parent))
         replace(self, settings=settings).write_settings(file)
+
+
+def is_written(file: Path) -> bool:
+    """Whether a file of settings was written by insitu."""
+    return file.is_file() and file.read_bytes().startswith(WRITTEN.encode())
 
 
 def saved_rows(file: Path, name: str) -> Path:

@@ -26,7 +26,7 @@ from insitu.api.calls import (
     start_request,
 )
 from insitu.api.results import Run
-from insitu.api.settings import STUDENT, WRITTEN, Project, Settings, saved_rows, short_settings
+from insitu.api.settings import STUDENT, Project, Settings, is_written, saved_rows, short_settings
 from insitu.collect.datasets import load_dataset, question_key
 from insitu.config import Config, check_config
 from insitu.config.code import load_code, takes
@@ -198,7 +198,7 @@ def _needs_no_settings(name: str) -> bool:
 
 def _check_free(save: Path | None) -> None:
     """Raises ConfigError if `insitu train` cannot write this file, or would replace one that it has not written."""
-    if save is None or (save.is_file() and save.read_bytes().startswith(WRITTEN.encode())):
+    if save is None or is_written(save):
         return
     writable_folder(save.parent, "--save")
     for path in (save, *(saved_rows(save, f"{name}.jsonl") for name in ("rows", "held_out"))):
