@@ -423,6 +423,14 @@ REFUSED = [
         "ConfigError: output_dir: cannot write to /proc/x: No such file",
     ),
     ("evaluate(answer, score, ROWS, model=MODEL, output_dir='/proc/x')", "ConfigError: output_dir: cannot write"),
+    (
+        "evaluate(answer, score, ROWS, model=MODEL, output_dir='runs/answer')",
+        "/runs/answer holds a run, whose files would be replaced; give another folder",
+    ),
+    (
+        "evaluate(answer, score, ROWS, model=MODEL, repetitions=0)",
+        "insitu.errors.ConfigError: repetitions is 0; it must be a whole number of at least 1",
+    ),
     ("evaluate(answer, score, ROWS, model=MODEL, output_dir='own')", "/own/config.yml exists already and is not"),
     ("finetune(answer, score, train=ROWS, model=MODEL, output_dir='own')", "/own/config.yml exists already and is"),
     ("finetune(config='nothing.yml')", "cannot read the configuration file nothing.yml"),

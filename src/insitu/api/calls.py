@@ -29,6 +29,7 @@ from insitu.config.resolved import nested
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError, InsituError, not_found
+from insitu.runs.files import holds_run
 from insitu.runs.reader import RunReader
 from insitu.runs.resume import check_same_run, find_run
 from insitu.runs.store import OUTPUT_DIR, set_aside
@@ -127,6 +128,10 @@ def evaluate(
     project, output = _project(evaluate, locals(), "rows", "eval.general.output_dir", "evaluations")
     weights = None if checkpoint is None else Path(checkpoint)
     printed = console or results_console()
+    if type(repetitions) is not int or repetitions < 1:
+        raise ConfigError(f"repetitions is {repetitions!r}; it must be a whole number of at least 1")
+    if holds_run(output):
+        raise ConfigError(f"output_dir: {output} holds a run, whose files would be replaced; give another folder")
     with errors_in_words(project, project.keywords()):
         checked = checked_settings(project, ("rows", rows), None, sections, output)
         request = EvaluationRunConfig(config_file=checked, reps=repetitions)
