@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -168,6 +169,25 @@ def test_an_interrupted_run_continues_with_the_rows_of_other_columns(trained: An
     assert done.returncode == 0, done.stderr
     assert numbers(tmp_path / "runs/answer") == numbers(trained[0] / "runs/answer")
     assert "next:" in done.stdout
+
+
+def test_a_run_may_start_from_the_earlier_one_in_its_folder(trained: Any, tmp_path: Path) -> None:
+    """Which is moved aside, and the inputs are those in its new place."""
+    shutil.copytree(trained[0] / "runs", tmp_path / "runs")
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "rows.jsonl").write_text((trained[0] / "rows.jsonl").read_text())
+    overrides = [word for key, value in SMALL.items() for word in ("-o", key, value)]
+    arguments = ("train", *ARGUMENTS[:3], "--model", "runs/answer/latest", *overrides)
+    rows = ("--rows", "runs/answer/rows.jsonl", "--held_out", "runs/answer/held_out.jsonl")
+    done = run(*arguments, *rows, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    recorded = json.loads((tmp_path / "runs/answer/run.json").read_text())
+    assert Path(recorded["starting_model"]["file"]).is_relative_to(tmp_path / "runs/answer.1/backend/checkpoints")
+    assert recorded["dataset"]["file"] == str(tmp_path / "runs/answer.1/rows.jsonl")
+    done = run(*arguments, "--rows", "rows.jsonl", "--held_out", "0.5", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(read_lines(tmp_path / "runs/answer/rows.jsonl")) == 3
+    assert json.loads((tmp_path / "runs/answer/run.json").read_text())["dataset"]["file"].endswith("answer/rows.jsonl")
 
 
 def test_the_agent_of_the_run_is_asked(trained: Any) -> None:

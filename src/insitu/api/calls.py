@@ -270,10 +270,9 @@ def start_request(checked: Callable[..., Config], output: Path, resume: bool) ->
         config = checked(Path(draft))
         run_anywhere(lambda: _check(FinetuneRunConfig(config_file=config, resume=resume)))
         continued = _inputs(config, output) if resume and find_run(output, "--resume") is not None else None
-    if continued is None:
-        set_aside(output)
+    earlier = set_aside(output) if continued is None else None
     with nullcontext() if continued is None else FolderLock(output, OUTPUT_DIR):
-        return FinetuneRunConfig(config_file=checked(output, continued), resume=resume)
+        return FinetuneRunConfig(config_file=checked(output, continued, earlier), resume=resume)
 
 
 async def _check(request: FinetuneRunConfig) -> None:
@@ -296,9 +295,11 @@ def checked_settings(
     sections: Mapping[str, Any],
     folder: Path,
     continued: Mapping[str, Any] | None = None,
+    earlier: Path | None = None,
 ) -> Config:
     """The checked settings, as a file and with its rows, of this keyword, in the output folder.
 
+    An `earlier` run in it was moved to this place.
     With the inputs of a run that is `continued` there, raises ConfigError if they or the settings are not its own,
     before anything is written; nothing is if that run is complete. Raises ConfigError rather than replace other files.
     """
@@ -307,6 +308,8 @@ def checked_settings(
     if (file := project.rows(held_out, "held_out", "held_out")) is not None:
         project.set("finetuning.validation.dataset", str(file))
     project.merge(sections)
+    if earlier is not None:
+        project.follow(earlier)
     project.set("general.folder", os.path.relpath(project.folder, folder))
     project.check_replaced(CONFIG)
     writable_folder(folder, "output_dir")

@@ -14,13 +14,14 @@ from typing import Any
 import orjson
 
 from insitu.collect.datasets import file_format
-from insitu.config import read_settings
+from insitu.config import moved_path, read_settings
 from insitu.config.code import place_of
 from insitu.config.resolved import nested, without_secrets
 from insitu.config.short_form import OF_ADAPTER, PARTS, expanded, merged
 from insitu.config.yaml_loader import dump_yaml, override
 from insitu.disk.files import write_file
 from insitu.errors import ConfigError, a_type
+from insitu.runs.checkpoints import NAMES
 from insitu.schemas.components import CodeRef
 
 Settings = dict[str, Any]
@@ -40,6 +41,7 @@ KEYS = {
     "validation_interval": "finetuning.validation.interval",
 }
 """Keywords and the keys of a file that they stand for."""
+_VALIDATED = ("finetuning.validation.dataset", "finetuning.validation.config_file")
 _OPTIONS = {"--resume": "resume=True", "--force": "--force of the command line", "--checkpoint": "checkpoint"}
 WRITTEN = "# Written by insitu: these settings as a file.\n"
 _SESSION = "session"
@@ -171,6 +173,17 @@ class Project:
         if (file := self.rows(rows, "rows", keyword)) is not None:
             changed = {"_type": file_format(file), "file_path": str(file)}
             self.set("eval.general.dataset", {**(self.get("eval.general.dataset") or {}), **changed})
+
+    def follow(self, earlier: Path) -> None:
+        """Has the inputs that were in the output folder named where they are now: in that of an `earlier` run."""
+        model, stored = f"{self.block('trainer_adapter')}.model", f"{self.block('trajectory_builder')}.episodes_from"
+        new = [str(self.output / name) for name in self.files]
+        for key in ("eval.general.dataset.file_path", *_VALIDATED, model, stored, f"{stored}.run"):
+            value = self.get(key)
+            if isinstance(value, str | os.PathLike) and str(value) not in new:
+                path = (self.output if value in NAMES else Path.cwd()) / Path(value).expanduser()
+                if (place := moved_path(path, {self.output: earlier})) != path:
+                    self.set(key, str(place))
 
     def check_replaced(self, config: str) -> None:
         """Raises ConfigError if the settings, as the file `config`, or rows would replace what a user has written."""
