@@ -190,6 +190,25 @@ def test_a_run_may_start_from_the_earlier_one_in_its_folder(trained: Any, tmp_pa
     assert json.loads((tmp_path / "runs/answer/run.json").read_text())["dataset"]["file"].endswith("answer/rows.jsonl")
 
 
+def test_the_file_in_a_run_trains_another_that_can_be_used(trained: Any, tmp_path: Path) -> None:
+    """It moves the earlier run aside with that file and the rows."""
+    shutil.copytree(trained[0] / "runs", tmp_path / "runs")
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "model").symlink_to(STARTER)
+    file = tmp_path / "runs/answer/config.yml"
+    file.write_text(file.read_text().replace(str(trained[0]), str(tmp_path)))
+    done = run("finetune", "runs/answer/config.yml", "-o", "finetuning.num_epochs", 1, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for command in (
+        ("finetune", "runs/answer/config.yml", "--resume", "-o", "finetuning.num_epochs", 2),
+        ("trajectories", "rescore", "runs/answer", "--evaluator", "score"),
+        ("ask", "runs/answer", "Where is my lamp?", "--checkpoint", "latest"),
+    ):
+        done = run(*command, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert numbers(tmp_path / "runs/answer")[0] == numbers(tmp_path / "runs/answer.1")[0]
+
+
 def test_the_agent_of_the_run_is_asked(trained: Any) -> None:
     folder, _ = trained
     done = run("ask", "runs/answer", "Where is my lamp?", "--checkpoint", "2", folder=folder)
