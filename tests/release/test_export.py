@@ -262,6 +262,8 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(run: Path) -> None
     code, err = refused(run, "sft", "--force", output=run / "episodes.jsonl.gz")
     assert (code, (run / "episodes.jsonl.gz").read_bytes()) == (2, before)
     assert err.startswith(f"error: --output: {run / 'episodes.jsonl.gz'} is a file of a run, which is not replaced")
+    code, err = refused(run, "sft", "--min_reward", "nan", output=free)
+    assert (code, "'--min_reward': nan cannot be compared; give a number" in err) == (2, True)
     code, err = refused(run, "sft", "--min_reward", 2, output=free)
     assert (code, err) == (
         1,
