@@ -152,7 +152,7 @@ agents = {
 }
 scores = {}
 for name, _agent in agents.items():
-    both = {"score": score, "seven": {"_type": "contains", "require": "any"}}
+    both = {"score": score, "seven": {"_type": "contains", "require": "any"}, "answer": score}
     done = insitu.evaluate(_agent, both, ROWS, model=MODEL, max_tokens=6)
     scores[name] = [estimate.mean for estimate in done.scores.values()]
 rows = done.table
@@ -167,6 +167,7 @@ show(problems=done.problems, file=(done.folder / "config.yml").read_text(), show
 async def in_a_loop():
     return insitu.evaluate(answer, score, ROWS, model=MODEL, max_tokens=6).score
 
+show(answers=rows.column("answer"))
 show(scores=scores, columns=rows.columns, exact=done.score, looped=asyncio.run(in_a_loop()))
 """
     shown, _ = script(tmp_path, code)
@@ -174,7 +175,18 @@ show(scores=scores, columns=rows.columns, exact=done.score, looped=asyncio.run(i
     assert scores["function"] == scores["blocking"] == scores["builder"] == scores["class"]
     assert scores["closure"][1] == 1.0
     assert scores["closure"][0] > scores["function"][0]
-    assert shown["columns"] == ["id", "rep", "question", "expected", "answer", "error", "score", "seven"]
+    assert shown["columns"] == [
+        "id",
+        "rep",
+        "question",
+        "expected",
+        "answer",
+        "error",
+        "score",
+        "seven",
+        "score of answer",
+    ]
+    assert {type(answer) for answer in shown["answers"]} == {str}
     assert shown["exact"] == 0.0
     (problem,) = shown["problems"]
     assert problem.startswith("1 scores are missing; the first, of row 0: ")
