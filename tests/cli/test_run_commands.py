@@ -125,6 +125,13 @@ def test_a_damaged_run_is_listed_with_what_is_wrong(project: Path, damage: Any, 
     assert re.search(problem, run("runs", "show", "run", folder=project).stdout)
 
 
+def test_the_interval_of_a_single_row_is_not_shown(project: Path) -> None:
+    file = project / "run/validation_history.json"
+    file.write_text(json.dumps([{**each, "ci95": [None, None]} for each in json.loads(file.read_text())]))
+    table = run("runs", "show", "run", folder=project).stdout.partition("validations:\n")[2]
+    assert re.search(r"^3 +3 +0\.\d+ +- +3 ", table, re.M), table
+
+
 def test_a_damaged_line_hides_only_itself(project: Path) -> None:
     path = project / "run/training_metrics.jsonl"
     first, _, third = path.read_text().splitlines()

@@ -135,7 +135,7 @@ def _cell(value: Any) -> Any:
     if isinstance(value, dict):
         return ", ".join(f"{count} {reason}" for reason, count in value.items())
     if isinstance(value, list):
-        return " to ".join(map(str, map(_cell, value)))
+        return " to ".join(map(str, map(_cell, value))) if None not in value else None  # an interval; of one row: none
     return f"{value:.4g}" if isinstance(value, float) else value
 
 
