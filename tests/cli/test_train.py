@@ -171,6 +171,17 @@ def test_an_interrupted_run_continues_with_the_rows_of_other_columns(trained: An
     assert "next:" in done.stdout
 
 
+def test_another_run_is_not_continued(trained: Any) -> None:
+    """The message names what the command has: the rows, and no option of another command."""
+    overrides = [word for key, value in {**SMALL, "general.seed": 3}.items() for word in ("-o", key, value)]
+    done = run("train", *ARGUMENTS, "--epochs", "3", "--resume", "--held-out", "0.5", *overrides, folder=trained[0])
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "other settings: the dataset rows.jsonl has changed; the held-out dataset held_out.jsonl has changed. Set them "
+        "as they were, or start another run with another --output_dir\n"
+    )
+
+
 def test_a_run_may_start_from_the_earlier_one_in_its_folder(trained: Any, tmp_path: Path) -> None:
     """Which is moved aside, and the inputs are those in its new place."""
     shutil.copytree(trained[0] / "runs", tmp_path / "runs")

@@ -269,7 +269,9 @@ def start_request(checked: Callable[..., Config], output: Path, resume: bool) ->
     with TemporaryDirectory(prefix="insitu-") as draft:  # nothing is moved aside for settings that cannot be run
         config = checked(Path(draft))
         run_anywhere(lambda: _check(FinetuneRunConfig(config_file=config, resume=resume)))
-        continued = _inputs(config, output) if resume and find_run(output, "--resume") is not None else None
+        continued = (
+            _inputs(config, output, Path(draft)) if resume and find_run(output, "--resume") is not None else None
+        )
     earlier = set_aside(output) if continued is None else None
     with nullcontext() if continued is None else FolderLock(output, OUTPUT_DIR):
         return FinetuneRunConfig(config_file=checked(output, continued, earlier), resume=resume)
@@ -280,12 +282,16 @@ async def _check(request: FinetuneRunConfig) -> None:
         await check_run(request)
 
 
-def _inputs(config: Config, run: Path) -> dict[str, Any]:
-    """The datasets of a call that continues `run`, as run.json names them."""
+def _inputs(config: Config, run: Path, draft: Path) -> dict[str, Any]:
+    """The datasets of a call that continues `run`, as run.json names them; by their names if they are in `draft`."""
     recorded = RunReader(run).settings(required=True)
     own = config.eval.dataset is not None and not recorded.get("episodes_from")  # else those of the run replayed
     dataset = find_dataset(config).record() if own else recorded.get("dataset")
-    return {"dataset": dataset, "held_out": held_out_record(config)}
+    records = {"dataset": dataset, "held_out": held_out_record(config)}
+    for record in filter(None, records.values()):
+        if Path(record.get("file", "")).parent == draft:  # which is deleted before a message names it
+            record["file"] = Path(record["file"]).name
+    return records
 
 
 def checked_settings(

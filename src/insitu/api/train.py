@@ -52,6 +52,10 @@ _OPTIONS = {
     "finetuning.output_dir": "--output_dir",
     "eval.general.dataset.file_path": "--rows",
     "workflow.function": "AGENT",
+    **dict.fromkeys(
+        ("give --force to continue with these", "give --force to continue with this"),
+        "start another run with another --output_dir",
+    ),
 }
 """What the command line calls the keys of a file."""
 
