@@ -13,6 +13,9 @@ import yaml
 from factories import ROOT, read_lines
 from processes import run, start
 
+from insitu import Run
+from insitu.api.train import Trained
+
 STARTER = ROOT / "src/insitu/starter/model"
 AGENT = """
 import insitu
@@ -169,6 +172,12 @@ def test_an_interrupted_run_continues_with_the_rows_of_other_columns(trained: An
     assert done.returncode == 0, done.stderr
     assert numbers(tmp_path / "runs/answer") == numbers(trained[0] / "runs/answer")
     assert "next:" in done.stdout
+
+
+def test_a_run_in_the_working_directory_is_exported_by_its_name(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained[0] / "runs/answer")
+    _, export, _ = Trained(Run(Path.cwd()), "Where?", None).next_steps()
+    assert export[1:4] == ["export", ".", "exported/answer"]
 
 
 def test_another_run_is_not_continued(trained: Any) -> None:

@@ -72,7 +72,7 @@ class Trained(NamedTuple):
         folder = os.path.relpath(self.run.folder)
         best = self.run.best
         untrained = ["--checkpoint", "latest"] if best is not None and best.get("checkpoint") is None else []
-        name = f"exported/{Path(folder).name}"
+        name = f"exported/{self.run.folder.name}"
         out = next(free for free in (name, *(f"{name}.{n}" for n in range(1, 1000))) if not os.path.lexists(free))
         question = self.question if isinstance(self.question, str) else _json(self.question)
         row = ["--row", _json(self.row)] if self.row is not None else []
