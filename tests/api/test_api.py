@@ -152,7 +152,7 @@ agents = {
 }
 scores = {}
 for name, _agent in agents.items():
-    both = {"score": score, "seven": {"_type": "contains", "require": "any"}}
+    both = {"score": score, "seven": {"_type": "contains", "require": "any"}, "answer": score}
     done = insitu.evaluate(_agent, both, ROWS, model=MODEL, max_tokens=6)
     scores[name] = [estimate.mean for estimate in done.scores.values()]
 rows = done.table
@@ -167,6 +167,7 @@ show(problems=done.problems, file=(done.folder / "config.yml").read_text(), show
 async def in_a_loop():
     return insitu.evaluate(answer, score, ROWS, model=MODEL, max_tokens=6).score
 
+show(answers=rows.column("answer"))
 show(scores=scores, columns=rows.columns, exact=done.score, looped=asyncio.run(in_a_loop()))
 """
     shown, _ = script(tmp_path, code)
@@ -174,7 +175,18 @@ show(scores=scores, columns=rows.columns, exact=done.score, looped=asyncio.run(i
     assert scores["function"] == scores["blocking"] == scores["builder"] == scores["class"]
     assert scores["closure"][1] == 1.0
     assert scores["closure"][0] > scores["function"][0]
-    assert shown["columns"] == ["id", "rep", "question", "expected", "answer", "error", "score", "seven"]
+    assert shown["columns"] == [
+        "id",
+        "rep",
+        "question",
+        "expected",
+        "answer",
+        "error",
+        "score",
+        "seven",
+        "score of answer",
+    ]
+    assert {type(answer) for answer in shown["answers"]} == {str}
     assert shown["exact"] == 0.0
     (problem,) = shown["problems"]
     assert problem.startswith("1 scores are missing; the first, of row 0: ")
@@ -435,6 +447,16 @@ REFUSED = [
         "ConfigError: output_dir: cannot write to /proc/x: No such file",
     ),
     ("evaluate(answer, score, ROWS, model=MODEL, output_dir='/proc/x')", "ConfigError: output_dir: cannot write"),
+    (
+        "evaluate(answer, score, ROWS, model=MODEL, output_dir='runs/answer')",
+        "/runs/answer holds a run, whose files would be replaced; give another folder",
+    ),
+    (
+        "evaluate(answer, score, ROWS, model=MODEL, repetitions=0)",
+        "insitu.errors.ConfigError: repetitions is 0; it must be a whole number of at least 1",
+    ),
+    ("evaluate(answer, score, ROWS, model=MODEL, output_dir='own')", "/own/config.yml exists already and is not"),
+    ("finetune(answer, score, train=ROWS, model=MODEL, output_dir='own')", "/own/config.yml exists already and is"),
     ("finetune(config='nothing.yml')", "cannot read the configuration file nothing.yml"),
     ("evaluate(answer, score, ROWS, model='runs')", "BackendUnavailable"),
     (
@@ -450,6 +472,8 @@ def test_what_cannot_be_done_is_an_error_of_insitu(trained: tuple[Path, dict[str
     """With the message of the command line, and before an earlier run is moved aside."""
     (tmp_path / "runs/answer").mkdir(parents=True)
     (tmp_path / "runs/answer/run.json").write_text("{}")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/config.yml").write_text("general: {seed: 3}\n")
     tried = (
         f"print('CALL')\ntry:\n    insitu.{call}\nexcept Exception:\n    traceback.print_exc(file=sys.stdout)\n"
         for call, _ in REFUSED
@@ -460,6 +484,7 @@ def test_what_cannot_be_done_is_an_error_of_insitu(trained: tuple[Path, dict[str
         assert any(problem in line for line in lines.strip().splitlines()), (call, lines)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["answer"]
     assert [path.name for path in (tmp_path / "runs/answer").iterdir()] == ["run.json"]
+    assert (tmp_path / "own/config.yml").read_text() == "general: {seed: 3}\n"
 
 
 def test_a_script_that_asks_for_what_cannot_be_done_fails(tmp_path: Path) -> None:

@@ -125,6 +125,23 @@ def test_a_damaged_run_is_listed_with_what_is_wrong(project: Path, damage: Any, 
     assert re.search(problem, run("runs", "show", "run", folder=project).stdout)
 
 
+def test_control_characters_do_not_reach_the_terminal(project: Path) -> None:
+    for name in ("run.json", "progress.json"):
+        change(project / "run" / name, run_id="x\x1b[2J", status="failed", error="\x1b[31m")
+    (project / "run/validation_history.json").write_text('[{"\\u001b[0m": 1}]')
+    for command in ("list", "show"):
+        printed = run("runs", command, "run", folder=project).stdout
+        assert "\x1b" not in printed
+        assert r"x\x1b[2J" in printed.replace(r"\e", r"\x1b")
+
+
+def test_the_interval_of_a_single_row_is_not_shown(project: Path) -> None:
+    file = project / "run/validation_history.json"
+    file.write_text(json.dumps([{**each, "ci95": [None, None]} for each in json.loads(file.read_text())]))
+    table = run("runs", "show", "run", folder=project).stdout.partition("validations:\n")[2]
+    assert re.search(r"^3 +3 +0\.\d+ +- +3 ", table, re.M), table
+
+
 def test_a_damaged_line_hides_only_itself(project: Path) -> None:
     path = project / "run/training_metrics.jsonl"
     first, _, third = path.read_text().splitlines()

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 import yaml
 from factories import ROOT, read_lines
 from processes import run, start
+
+from insitu import Run
+from insitu.api.train import Trained
 
 STARTER = ROOT / "src/insitu/starter/model"
 AGENT = """
@@ -170,6 +174,61 @@ def test_an_interrupted_run_continues_with_the_rows_of_other_columns(trained: An
     assert "next:" in done.stdout
 
 
+def test_a_run_in_the_working_directory_is_exported_by_its_name(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained[0] / "runs/answer")
+    _, export, _ = Trained(Run(Path.cwd()), "Where?", None).next_steps()
+    assert export[1:4] == ["export", ".", "exported/answer"]
+
+
+def test_another_run_is_not_continued(trained: Any) -> None:
+    """The message names what the command has: the rows, and no option of another command."""
+    overrides = [word for key, value in {**SMALL, "general.seed": 3}.items() for word in ("-o", key, value)]
+    done = run("train", *ARGUMENTS, "--epochs", "3", "--resume", "--held-out", "0.5", *overrides, folder=trained[0])
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "other settings: the dataset rows.jsonl has changed; the held-out dataset held_out.jsonl has changed. Set them "
+        "as they were, or start another run with another --output_dir\n"
+    )
+
+
+def test_a_run_may_start_from_the_earlier_one_in_its_folder(trained: Any, tmp_path: Path) -> None:
+    """Which is moved aside, and the inputs are those in its new place."""
+    shutil.copytree(trained[0] / "runs", tmp_path / "runs")
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "rows.jsonl").write_text((trained[0] / "rows.jsonl").read_text())
+    overrides = [word for key, value in SMALL.items() for word in ("-o", key, value)]
+    arguments = ("train", *ARGUMENTS[:3], "--model", "runs/answer/latest", *overrides)
+    rows = ("--rows", "runs/answer/rows.jsonl", "--held_out", "runs/answer/held_out.jsonl")
+    done = run(*arguments, *rows, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    recorded = json.loads((tmp_path / "runs/answer/run.json").read_text())
+    assert Path(recorded["starting_model"]["file"]).is_relative_to(tmp_path / "runs/answer.1/backend/checkpoints")
+    assert recorded["dataset"]["file"] == str(tmp_path / "runs/answer.1/rows.jsonl")
+    done = run(*arguments, "--rows", "rows.jsonl", "--held_out", "0.5", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(read_lines(tmp_path / "runs/answer/rows.jsonl")) == 3
+    assert json.loads((tmp_path / "runs/answer/run.json").read_text())["dataset"]["file"].endswith("answer/rows.jsonl")
+
+
+def test_the_file_in_a_run_trains_another_that_can_be_used(trained: Any, tmp_path: Path) -> None:
+    """It moves the earlier run aside with that file and the rows."""
+    shutil.copytree(trained[0] / "runs", tmp_path / "runs")
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "model").symlink_to(STARTER)
+    file = tmp_path / "runs/answer/config.yml"
+    file.write_text(file.read_text().replace(str(trained[0]), str(tmp_path)))
+    done = run("finetune", "runs/answer/config.yml", "-o", "finetuning.num_epochs", 1, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for command in (
+        ("finetune", "runs/answer/config.yml", "--resume", "-o", "finetuning.num_epochs", 2),
+        ("trajectories", "rescore", "runs/answer", "--evaluator", "score"),
+        ("ask", "runs/answer", "Where is my lamp?", "--checkpoint", "latest"),
+    ):
+        done = run(*command, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert numbers(tmp_path / "runs/answer")[0] == numbers(tmp_path / "runs/answer.1")[0]
+
+
 def test_the_agent_of_the_run_is_asked(trained: Any) -> None:
     folder, _ = trained
     done = run("ask", "runs/answer", "Where is my lamp?", "--checkpoint", "2", folder=folder)
@@ -219,6 +278,8 @@ REFUSED = [
     ({"--held_out": "empty.jsonl"}, "validation: dataset "),
     ({"--save": "agent.py"}, "--save: agent.py exists already and is not overwritten; give another name"),
     ({"--save": "/proc/x/y.yml"}, "--save: cannot write to /proc/x"),
+    ({"--output_dir": "."}, "/rows.jsonl exists already and is not replaced; give another folder"),
+    ({"--rows": "own/rows.jsonl", "--output_dir": "own"}, "/own/rows.jsonl exists already and is not replaced"),
     ({"--epochs": "0"}, "0 is not in the range x>=1"),
     ({"-o": "finetuning.epochs"}, "finetuning: key 'epochs' does not exist"),
 ]
@@ -243,6 +304,9 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(trained: A
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "runs/answer").mkdir(parents=True)
     (tmp_path / "runs/answer/run.json").write_text("{}")
+    (tmp_path / "own").mkdir()
+    for name in ("config.yml", "rows.jsonl"):  # as a call from Python leaves them
+        (tmp_path / "own" / name).write_text((trained[0] / "runs/answer" / name).read_text())
     right = dict(zip(ARGUMENTS[1::2], ARGUMENTS[2::2], strict=True))
     calls = []
     for change, _ in REFUSED:
@@ -252,6 +316,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(trained: A
     (tmp_path / "refused.json").write_text(json.dumps(calls))
     (tmp_path / "refused.py").write_text(LOOP)
     before = sorted(path.name for path in tmp_path.rglob("*") if path.suffix != ".pyc")
+    rows = [(path, path.read_text()) for path in tmp_path.rglob("rows.jsonl")]
     with start("refused.py", folder=tmp_path, HF_HUB_OFFLINE="1") as process:
         out, err = process.communicate(600)
         assert process.wait() == 0, err
@@ -260,6 +325,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(trained: A
         assert problem in text, (change, text)
     after = sorted(path.name for path in tmp_path.rglob("*") if path.suffix != ".pyc" and path.name != "__pycache__")
     assert after == before
+    assert [(path, path.read_text()) for path, _ in rows] == rows
 
 
 def test_a_file_that_train_has_saved_is_replaced(trained: Any) -> None:

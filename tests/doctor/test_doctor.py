@@ -282,6 +282,7 @@ async def test_what_has_ended_in_time_is_judged(tmp_path: Path, backend: str) ->
     assert (over.code, over.where) == ("time_over", "llms.player.max_tokens")
     assert over.change.startswith("set it, as answers have no limit")
     assert not diagnosis.will_learn
+    assert diagnosis.estimate.episodes_bytes is not None, "of those that have ended"
 
 
 @pytest.mark.slow

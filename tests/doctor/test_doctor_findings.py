@@ -327,6 +327,11 @@ def test_more_episodes_in_flight_than_were_played() -> None:
     assert estimate(plan, idle, None, Path()).collect_seconds_per_epoch == 2 * 4.0
 
 
+def test_one_episode_says_nothing_of_those_in_flight() -> None:
+    one = replace(MEASURES, playing=2.0, episodes=1, alone=1.0, together=2.0)
+    assert estimate(PLAN, one, None, Path()).collect_seconds_per_epoch == 2.0 * PLAN.episodes_per_epoch
+
+
 def test_without_episodes_nothing_is_estimated() -> None:
     nothing = estimate(PLAN, Measures(start=1.0, playing=2.0, episodes=0), None, Path())
     assert (nothing.collect_seconds_per_epoch, nothing.total_seconds, nothing.disk_bytes) == (None, None, None)

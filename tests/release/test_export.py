@@ -1,6 +1,7 @@
 """`insitu trajectories export`: the episodes of a run as training data for other tools."""
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -234,9 +235,11 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(run: Path) -> None
     folder = run.parent
     taken, free = folder / "taken.jsonl", folder / "free.jsonl"
     taken.write_text("mine")
+    os.mkfifo(pipe := folder / "pipe")
     cases: Iterable[tuple[tuple[Any, ...], Path, str]] = [
         (("sft",), taken, f"error: --output: {taken} exists already; --force replaces it\n"),
-        (("sft",), folder, f"error: --output: {folder} is a folder\n"),
+        (("sft",), folder, f"error: --output: {folder} is a folder, and is not replaced; give another name\n"),
+        (("sft", "--force"), pipe, f"error: --output: {pipe} is no regular file, and is not replaced; give another"),
         (("sft",), folder / "no/x", f"error: --output: the folder {folder / 'no'} does not exist\n"),
         (("kto", "--best", 2), free, "error: --best has no effect with --format kto; it is for sft and openai\n"),
         (("sft", "--epoch", 2), free, f"error: RUN_DIR: {run} has no complete group of epoch 2; available: 1\n"),
@@ -259,6 +262,8 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(run: Path) -> None
     code, err = refused(run, "sft", "--force", output=run / "episodes.jsonl.gz")
     assert (code, (run / "episodes.jsonl.gz").read_bytes()) == (2, before)
     assert err.startswith(f"error: --output: {run / 'episodes.jsonl.gz'} is a file of a run, which is not replaced")
+    code, err = refused(run, "sft", "--min_reward", "nan", output=free)
+    assert (code, "'--min_reward': nan cannot be compared; give a number" in err) == (2, True)
     code, err = refused(run, "sft", "--min_reward", 2, output=free)
     assert (code, err) == (
         1,
@@ -271,4 +276,5 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(run: Path) -> None
         assert code == 1
         assert "cannot be written: File too large" in err
     assert taken.read_text() == "mine"
-    assert sorted(p.name for p in folder.iterdir()) == ["run", "taken.jsonl"]
+    assert pipe.is_fifo()
+    assert sorted(p.name for p in folder.iterdir()) == ["pipe", "run", "taken.jsonl"]

@@ -40,3 +40,18 @@ def test_scores_are_those_of_the_weights_and_of_the_same_rows(
     assert all(text in evaluation for text in shown)
     assert ("model-index" in card) == (AFTER in evaluation)
     assert read_summary(tmp_path).first_score == first
+
+
+def test_changes_name_files_but_no_folders_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": "r", "source": "a.yml", "config": {}}))
+    changes = {
+        "the dataset /home/me/my rows/train.jsonl has changed": "the dataset train.jsonl has changed",
+        "the dataset was /home/me/a.jsonl and is /home/me/b.jsonl": "the dataset was a.jsonl and is b.jsonl",
+        "llms.x.model was '/home/me/a' and is 'org/b'": "llms.x.model was 'a' and is 'org/b'",
+        "llms.x.base_url was 'http://host/v1' and is None": "llms.x.base_url was 'http://host/v1' and is None",
+    }
+    events = [{"format": 2}, {"time": "", "event": "resumed", "epoch": 1, "changes": [*changes]}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    card = model_card(tmp_path, CardSubject("me/m", TrainingRecord(step=2, version=2, started_from="org/m"), False))
+    listed = [line.removeprefix("- after epoch 1: ") for line in card.splitlines() if line.startswith("- after epoch")]
+    assert listed == [*changes.values()]

@@ -98,6 +98,17 @@ def test_a_promotion_that_was_killed_leaves_nothing_behind(middling: Path, stron
     assert not (tmp_path / ".agent.draft").is_symlink()
 
 
+def test_a_damaged_record_of_the_version_in_use_is_named(middling: Path, strong: Path, tmp_path: Path) -> None:
+    assert promote(middling, tmp_path / "agent")[0] == 0
+    file = tmp_path / "agent.versions/000001/promotion.json"
+    record = json.loads(file.read_text())
+    for scores, problem in ((None, "scores is None"), ({"0": "x"}, "scores.0 is 'x'")):
+        file.write_text(json.dumps({**record, "scores": scores}))
+        code, text = promote(strong, tmp_path / "agent")
+        assert code == 1
+        assert text.startswith(f"failed: {file} is damaged: {problem}: Input should be a ")
+
+
 def test_a_version_that_is_not_significantly_better_is_not_promoted(tmp_path: Path) -> None:
     slightly = recorded_run(tmp_path / "run", [0.0] * 16, [1.0] * 5 + [0.0] * 11)
     code, text = promote(slightly, tmp_path / "agent")

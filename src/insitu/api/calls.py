@@ -29,6 +29,7 @@ from insitu.config.resolved import nested
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError, InsituError, not_found
+from insitu.runs.files import holds_run
 from insitu.runs.reader import RunReader
 from insitu.runs.resume import check_same_run, find_run
 from insitu.runs.store import OUTPUT_DIR, set_aside
@@ -130,6 +131,10 @@ def evaluate(
     project, output = _project(evaluate, locals(), "rows", "eval.general.output_dir", "evaluations")
     weights = None if checkpoint is None else Path(checkpoint)
     printed = console or results_console()
+    if type(repetitions) is not int or repetitions < 1:
+        raise ConfigError(f"repetitions is {repetitions!r}; it must be a whole number of at least 1")
+    if holds_run(output):
+        raise ConfigError(f"output_dir: {output} holds a run, whose files would be replaced; give another folder")
     with errors_in_words(project, project.keywords()):
         checked = checked_settings(project, ("rows", rows), None, sections, output)
         request = EvaluationRunConfig(config_file=checked, reps=repetitions)
@@ -267,11 +272,12 @@ def start_request(checked: Callable[..., Config], output: Path, resume: bool) ->
     with TemporaryDirectory(prefix="insitu-") as draft:  # nothing is moved aside for settings that cannot be run
         config = checked(Path(draft))
         run_anywhere(lambda: _check(FinetuneRunConfig(config_file=config, resume=resume)))
-        continued = _inputs(config, output) if resume and find_run(output, "--resume") is not None else None
-    if continued is None:
-        set_aside(output)
+        continued = (
+            _inputs(config, output, Path(draft)) if resume and find_run(output, "--resume") is not None else None
+        )
+    earlier = set_aside(output) if continued is None else None
     with nullcontext() if continued is None else FolderLock(output, OUTPUT_DIR):
-        return FinetuneRunConfig(config_file=checked(output, continued), resume=resume)
+        return FinetuneRunConfig(config_file=checked(output, continued, earlier), resume=resume)
 
 
 async def _check(request: FinetuneRunConfig) -> None:
@@ -279,12 +285,16 @@ async def _check(request: FinetuneRunConfig) -> None:
         await check_run(request)
 
 
-def _inputs(config: Config, run: Path) -> dict[str, Any]:
-    """The datasets of a call that continues `run`, as run.json names them."""
+def _inputs(config: Config, run: Path, draft: Path) -> dict[str, Any]:
+    """The datasets of a call that continues `run`, as run.json names them; by their names if they are in `draft`."""
     recorded = RunReader(run).settings(required=True)
     own = config.eval.dataset is not None and not recorded.get("episodes_from")  # else those of the run replayed
     dataset = find_dataset(config).record() if own else recorded.get("dataset")
-    return {"dataset": dataset, "held_out": held_out_record(config)}
+    records = {"dataset": dataset, "held_out": held_out_record(config)}
+    for record in filter(None, records.values()):
+        if Path(record.get("file", "")).parent == draft:  # which is deleted before a message names it
+            record["file"] = Path(record["file"]).name
+    return records
 
 
 def checked_settings(
@@ -294,18 +304,23 @@ def checked_settings(
     sections: Mapping[str, Any],
     folder: Path,
     continued: Mapping[str, Any] | None = None,
+    earlier: Path | None = None,
 ) -> Config:
     """The checked settings, as a file and with its rows, of this keyword, in the output folder.
 
+    An `earlier` run in it was moved to this place.
     With the inputs of a run that is `continued` there, raises ConfigError if they or the settings are not its own,
-    before anything is written; nothing is if that run is complete.
+    before anything is written; nothing is if that run is complete. Raises ConfigError rather than replace other files.
     """
     project.output = folder
     project.dataset(*rows)
     if (file := project.rows(held_out, "held_out", "held_out")) is not None:
         project.set("finetuning.validation.dataset", str(file))
     project.merge(sections)
+    if earlier is not None:
+        project.follow(earlier)
     project.set("general.folder", os.path.relpath(project.folder, folder))
+    project.check_replaced(CONFIG)
     writable_folder(folder, "output_dir")
     config = check_config(project.settings, folder / CONFIG)
     if continued is not None:

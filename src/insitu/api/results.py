@@ -31,6 +31,8 @@ _SHOWN = 20
 """Rows of a table that a notebook shows."""
 _NAMED = 8
 """Columns that a table's `repr` names."""
+_OF_EPISODE = ("id", "rep", "question", "expected", "answer", "error")
+"""Columns of a table of an evaluation that are no scores."""
 
 
 class Table(list[dict[str, Any]]):
@@ -259,11 +261,15 @@ class Evaluation:
 
     @property
     def table(self) -> Table:
-        """A row per episode: question, expected answer, answer, error, and the score of each evaluator."""
+        """A row per episode: question, expected answer, answer, error, and the score of each evaluator.
+
+        The score of an evaluator that is called like another column is in `score of NAME`.
+        """
         scores: dict[tuple[str, int], dict[str, Any]] = {}
         for name, result in self.output.evaluation_results:
+            column = f"score of {name}" if name in _OF_EPISODE else name
             for item in result.eval_output_items:
-                scores.setdefault((str(item.id), item.rep), {})[name] = parse_score(item)[0]
+                scores.setdefault((str(item.id), item.rep), {})[column] = parse_score(item)[0]
         return Table(
             {
                 "id": item.id,

@@ -14,13 +14,14 @@ from typing import Any
 import orjson
 
 from insitu.collect.datasets import file_format
-from insitu.config import read_settings
+from insitu.config import moved_path, read_settings
 from insitu.config.code import place_of
 from insitu.config.resolved import nested, without_secrets
 from insitu.config.short_form import OF_ADAPTER, PARTS, expanded, merged
 from insitu.config.yaml_loader import dump_yaml, override
 from insitu.disk.files import write_file
 from insitu.errors import ConfigError, a_type
+from insitu.runs.checkpoints import NAMES
 from insitu.schemas.components import CodeRef
 
 Settings = dict[str, Any]
@@ -40,6 +41,7 @@ KEYS = {
     "validation_interval": "finetuning.validation.interval",
 }
 """Keywords and the keys of a file that they stand for."""
+_VALIDATED = ("finetuning.validation.dataset", "finetuning.validation.config_file")
 _OPTIONS = {"--resume": "resume=True", "--force": "--force of the command line", "--checkpoint": "checkpoint"}
 WRITTEN = "# Written by insitu: these settings as a file.\n"
 _SESSION = "session"
@@ -65,6 +67,8 @@ class Project:
     settings: Settings = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     not_importable: list[str] = field(default_factory=list)
+    rows_files: list[Path] = field(default_factory=list)
+    """The files of rows that are given as paths."""
 
     @classmethod
     def of(cls, config: str | Path | Mapping[str, Any] | None, caller: Mapping[str, Any]) -> "Project":
@@ -142,8 +146,11 @@ class Project:
 
         Raises ConfigError, naming the keyword and the row, for what no file can hold.
         """
-        if rows is None or isinstance(rows, str | os.PathLike):
-            return None if rows is None else Path(rows)
+        if rows is None:
+            return None
+        if isinstance(rows, str | os.PathLike):
+            self.rows_files.append(Path(rows))
+            return Path(rows)
         for method, arguments in (("to_dicts", ()), ("to_list", ()), ("to_dict", ("records",))):
             if not isinstance(rows, Mapping | list) and hasattr(rows, method):  # of polars, datasets, pandas
                 rows = getattr(rows, method)(*arguments)
@@ -166,6 +173,25 @@ class Project:
         if (file := self.rows(rows, "rows", keyword)) is not None:
             changed = {"_type": file_format(file), "file_path": str(file)}
             self.set("eval.general.dataset", {**(self.get("eval.general.dataset") or {}), **changed})
+
+    def follow(self, earlier: Path) -> None:
+        """Has the inputs that were in the output folder named where they are now: in that of an `earlier` run."""
+        model, stored = f"{self.block('trainer_adapter')}.model", f"{self.block('trajectory_builder')}.episodes_from"
+        new = [str(self.output / name) for name in self.files]
+        for key in ("eval.general.dataset.file_path", *_VALIDATED, model, stored, f"{stored}.run"):
+            value = self.get(key)
+            if isinstance(value, str | os.PathLike) and str(value) not in new:
+                path = (self.output if value in NAMES else Path.cwd()) / Path(value).expanduser()
+                if (place := moved_path(path, {self.output: earlier})) != path:
+                    self.set(key, str(place))
+
+    def check_replaced(self, config: str) -> None:
+        """Raises ConfigError if the settings, as the file `config`, or rows would replace what a user has written."""
+        own = is_written(self.output / config)
+        inputs = [place for file in self.rows_files for place in (file, self.folder / file) if place.exists()]
+        for path in (self.output / name for name in (config, *self.files)):
+            if os.path.lexists(path) and (not own or any(path.exists() and path.samefile(each) for each in inputs)):
+                raise ConfigError(f"output_dir: {path} exists already and is not replaced; give another folder")
 
     def write_rows(self) -> None:
         """Writes the rows that were not given as files into the output folder."""
@@ -194,6 +220,11 @@ class Project:
                 override(settings, key, os.path.relpath(rows, self.folder))
         override(settings, "general.folder", os.path.relpath(self.folder, file.resolve().parent))
         replace(self, settings=settings).write_settings(file)
+
+
+def is_written(file: Path) -> bool:
+    """Whether a file of settings was written by insitu."""
+    return file.is_file() and file.read_bytes().startswith(WRITTEN.encode())
 
 
 def saved_rows(file: Path, name: str) -> Path:

@@ -26,7 +26,7 @@ from insitu.api.calls import (
     start_request,
 )
 from insitu.api.results import Run
-from insitu.api.settings import STUDENT, WRITTEN, Project, Settings, saved_rows, short_settings
+from insitu.api.settings import STUDENT, Project, Settings, is_written, saved_rows, short_settings
 from insitu.collect.datasets import load_dataset, question_key
 from insitu.config import Config, check_config
 from insitu.config.code import load_code, takes
@@ -52,6 +52,10 @@ _OPTIONS = {
     "finetuning.output_dir": "--output_dir",
     "eval.general.dataset.file_path": "--rows",
     "workflow.function": "AGENT",
+    **dict.fromkeys(
+        ("give --force to continue with these", "give --force to continue with this"),
+        "start another run with another --output_dir",
+    ),
 }
 """What the command line calls the keys of a file."""
 
@@ -68,7 +72,7 @@ class Trained(NamedTuple):
         folder = os.path.relpath(self.run.folder)
         best = self.run.best
         untrained = ["--checkpoint", "latest"] if best is not None and best.get("checkpoint") is None else []
-        name = f"exported/{Path(folder).name}"
+        name = f"exported/{self.run.folder.name}"
         out = next(free for free in (name, *(f"{name}.{n}" for n in range(1, 1000))) if not os.path.lexists(free))
         question = self.question if isinstance(self.question, str) else _json(self.question)
         row = ["--row", _json(self.row)] if self.row is not None else []
@@ -198,7 +202,7 @@ def _needs_no_settings(name: str) -> bool:
 
 def _check_free(save: Path | None) -> None:
     """Raises ConfigError if `insitu train` cannot write this file, or would replace one that it has not written."""
-    if save is None or (save.is_file() and save.read_bytes().startswith(WRITTEN.encode())):
+    if save is None or is_written(save):
         return
     writable_folder(save.parent, "--save")
     for path in (save, *(saved_rows(save, f"{name}.jsonl") for name in ("rows", "held_out"))):

@@ -33,7 +33,7 @@ class View(NamedTuple):
 
 def print_list(episodes: list[Row], matching: int, *, answers: bool) -> None:
     """Prints rows of a run's index."""
-    width = max(len(_escape(record["episode"])) for record in episodes)
+    width = max(len(escape(record["episode"])) for record in episodes)
     for record in episodes:
         status, reason = record["status"], record["dropped"] or record["reason"]
         if status == TrainingStatus.DROPPED:
@@ -43,7 +43,7 @@ def print_list(episodes: list[Row], matching: int, *, answers: bool) -> None:
         elif reason:
             status = f"{status}  {record['outcome']}: {reason}"
         columns = [
-            _escape(record["episode"]).ljust(width),
+            escape(record["episode"]).ljust(width),
             f"reward {_format_number(record['reward'])}".ljust(13),
             f"{record['calls']} call{'s' * (record['calls'] != 1)}".ljust(8),
             status,
@@ -67,7 +67,7 @@ def _format_number(value: float | None) -> str:
 
 def _header(episode: RecordedEpisode, view: View) -> Iterator[str]:
     record = episode.record
-    yield click.style(f"episode {_escape(record['episode'])}", bold=True)
+    yield click.style(f"episode {escape(record['episode'])}", bold=True)
     columns = [
         record["outcome"] + (f": {record['reason']}" if record["reason"] else ""),
         f"reward {_format_number(record['reward'])}",
@@ -81,7 +81,7 @@ def _header(episode: RecordedEpisode, view: View) -> Iterator[str]:
     if record["attempt"]:
         yield f"  attempt {record['attempt'] + 1}; earlier attempts failed"
     if failed := record.get("failed_requests"):
-        yield f"  failed requests: {', '.join(f'{n} {_escape(reason)}' for reason, n in failed.items())}"
+        yield f"  failed requests: {', '.join(f'{n} {escape(reason)}' for reason, n in failed.items())}"
     if (group := episode.group) is not None and "paired" not in group:
         members = zip(group["episodes"], group["rewards"], strict=True)
         rewards = ((name == record["episode"], _format_number(reward)) for name, reward in members)
@@ -111,7 +111,7 @@ def _pairs(episode: RecordedEpisode) -> Iterator[str]:
         texts = []
         for name in SIDES:
             of, calls, score = this if name == side["side"] else opposite
-            where = "this episode" if of == own else _escape(of)
+            where = "this episode" if of == own else escape(of)
             where = f"call {calls[0]}" if side["other"] == own and calls else where
             texts.append(f"{name} {where} ({_format_number(score)})")
         dropped = f", dropped: {side['dropped']}" if side["dropped"] else ""
@@ -129,13 +129,13 @@ def _calls(episode: RecordedEpisode, view: View) -> Iterator[str]:
         reward = episode.step_reward(position)
         columns = [
             f"{call.index:>4}",
-            _escape(f"{call.llm or call.model} in {functions}"),
+            escape(f"{call.llm or call.model} in {functions}"),
             f"{call.started - start:.2f}-{call.ended - start:.2f} s",
             f"{_token_count(call, 'prompt')} + {_token_count(call, 'completion')} tokens",
-            _escape(call.finish_reason or ""),
+            escape(call.finish_reason or ""),
             f"choice {call.choice}" if call.choice else "",
-            _escape(f"tools {', '.join(tools)}") if tools else "",
-            click.style(_escape(call.error), fg="red") if call.error else "",
+            escape(f"tools {', '.join(tools)}") if tools else "",
+            click.style(escape(call.error), fg="red") if call.error else "",
             "" if reward is None else f"reward {_format_number(reward)}",
             _format_advantage(episode, call, row_numbers),
             f"row {row_numbers[call.index]}" if call.index in row_numbers else "",
@@ -166,7 +166,7 @@ def _conversations(episode: RecordedEpisode, view: View) -> Iterator[str]:
         for message, call in turns:
             role = f"{message.get('role')}" if call is None else f"{message.get('role')} [call {call.index}]"
             text = _format_text(_message_text(message), view, indent=4)
-            yield f"  {click.style(_escape(role), fg=None if call is None else 'green')}: {text}"
+            yield f"  {click.style(escape(role), fg=None if call is None else 'green')}: {text}"
 
 
 def _message_text(message: dict[str, Any]) -> str:
@@ -212,15 +212,15 @@ def _tokens(row: TrainingRow, calls: list[ModelCall], view: View) -> Iterator[st
         end = start + len(call.token_ids or ())
         context, printed = row.token_ids[printed:start], end
         if context:
-            yield f"    context, {len(context)} token{'s' * (len(context) > 1)}: {_escape(text(context))}"
+            yield f"    context, {len(context)} token{'s' * (len(context) > 1)}: {escape(text(context))}"
         sampled = row.token_ids[start:end]
         if any(row.loss_mask[start:end]):
             texts = [*map(str, sampled)] if view.decode is None else [*map(repr, token_texts(view.decode, sampled))]
             pairs = zip(texts, row.logprobs[start:end], strict=True)
-            tokens = " ".join(f"{_escape(token)} ({logprob:.3f})" for token, logprob in pairs)
+            tokens = " ".join(f"{escape(token)} ({logprob:.3f})" for token, logprob in pairs)
             yield click.style(f"    call {call.index}: {tokens}", fg="green")
         else:
-            yield f"    call {call.index}, context: {_escape(text(sampled))}"
+            yield f"    call {call.index}, context: {escape(text(sampled))}"
 
 
 def _format_text(value: Any, view: View, indent: int = 2) -> str:
@@ -229,9 +229,9 @@ def _format_text(value: Any, view: View, indent: int = 2) -> str:
     omitted = max(len(text) - view.max_characters, 0) if view.max_characters is not None else 0
     more = f" ... {omitted} more characters (--full)" if omitted else ""
     lines = text[: len(text) - omitted].split("\n")
-    return ("\n" + " " * indent).join(map(_escape, lines)) + more
+    return ("\n" + " " * indent).join(map(escape, lines)) + more
 
 
-def _escape(value: str) -> str:
+def escape(value: str) -> str:
     """Escapes control characters."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)

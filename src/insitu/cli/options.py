@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,13 @@ PATH = click.Path(path_type=Path)
 _FILE = click.argument("file", required=False, type=PATH)
 _CONFIG_FILE = click.option("--config_file", type=PATH, help="The YAML file, instead of FILE.")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def not_nan(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Raises UsageError for `nan`, which no number is above or below."""
+    if value is not None and math.isnan(value):
+        raise click.BadParameter(f"{value} cannot be compared; give a number")
+    return value
 
 
 def request(kind: str, *options: Decorator) -> Decorator:

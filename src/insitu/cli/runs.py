@@ -67,6 +67,8 @@ def _print_json(value: Any) -> None:
 
 
 def _print_list(summaries: "list[RunSummary]") -> None:
+    from insitu.cli.episode_view import escape
+
     rows = []
     for run in summaries:
         written = (run.written or "-")[: len("2026-01-01T00:00")].replace("T", " ")
@@ -77,7 +79,7 @@ def _print_list(summaries: "list[RunSummary]") -> None:
     for run in summaries:
         for problem in run.problems:
             where = "" if problem.startswith(run.run_dir) else f"{run.run_dir}: "
-            results_console().print(f"{where}{problem}", markup=False, soft_wrap=True)
+            results_console().print(escape(f"{where}{problem}"), markup=False, soft_wrap=True)
 
 
 def _print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
@@ -85,11 +87,13 @@ def _print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from insitu.cli.episode_view import escape
+
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, overflow="fold")
     for cells in rows:
-        table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
+        table.add_row(*(Text("-" if cell is None else escape(str(cell))) for cell in cells))
     console = results_console()
     if not console.is_terminal:
         console.width = _WIDE
@@ -135,7 +139,7 @@ def _cell(value: Any) -> Any:
     if isinstance(value, dict):
         return ", ".join(f"{count} {reason}" for reason, count in value.items())
     if isinstance(value, list):
-        return " to ".join(map(str, map(_cell, value)))
+        return " to ".join(map(str, map(_cell, value))) if None not in value else None  # an interval; of one row: none
     return f"{value:.4g}" if isinstance(value, float) else value
 
 

@@ -162,8 +162,8 @@ class Examination:
                 raise
             evidence.ended_early, collection = True, collection_of(played.so_far(), run_id, 1)
         self.measures.playing = time.perf_counter() - began
-        if played.groups and isinstance(self._trainer, LoopTrainer):  # written as a run does, for their size
-            for group in played.groups:
+        if (groups := played.so_far()) and isinstance(self._trainer, LoopTrainer):  # written for their size
+            for group in groups:
                 self._trainer.store.append_group(group, 1)
             self.measures.stored = sum(self._trainer.store.sizes().values())
         self._judge_as_trainer(evidence, collection)

@@ -104,7 +104,7 @@ def _playing_seconds(plan: Plan, measures: Measures, episodes: int) -> float | N
     played, in_flight = measures.episodes, min(plan.concurrency, episodes)
     if not played:
         return None
-    if in_flight <= played or measures.alone is None or measures.together is None:
+    if in_flight <= played or played == 1 or measures.alone is None or measures.together is None:
         return measures.playing / played * episodes
     cost = max(0.0, (measures.together - measures.alone) / (played - 1))
     latency = max(0.0, measures.alone - cost)

@@ -1,5 +1,6 @@
 """The model card of an exported checkpoint, written from the files of its run."""
 
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -49,8 +50,13 @@ def model_card(run: Path, subject: CardSubject) -> str:
 def _changes(run: Path) -> list[str]:
     """What was changed when the run was continued; the options are those of its last process."""
     resumed = [each for each in RunReader(run).records(EVENTS) if each.get("changes")]
-    changes = [f"- after epoch {each['epoch']}: {change}" for each in resumed for change in each["changes"]]
+    changes = [f"- after epoch {each['epoch']}: {_named(change)}" for each in resumed for change in each["changes"]]
     return ["", "Changed while it was trained:", "", *changes] if changes else []
+
+
+def _named(change: str) -> str:
+    """The change without folders of this machine: of an absolute path before or after it, the last part is left."""
+    return "".join(re.sub(r"(?<![\w.:/])/.*/", "", side) for side in re.split("( and is )", change))
 
 
 def _base(record: TrainingRecord) -> tuple[str, bool]:

@@ -19,13 +19,12 @@ from insitu.disk.json_files import dump_json, read_object
 from insitu.errors import ConfigError, InsituError
 from insitu.release.model_export import Source, export_model, open_source
 from insitu.runs.checkpoints import checkpoint_of_run
-from insitu.runs.files import BEST
-from insitu.runs.forms import RowScores
+from insitu.runs.files import BEST, PROMOTION
+from insitu.runs.forms import RowScores, checked
 from insitu.runs.reader import RunReader
 
 logger = logging.getLogger(__name__)
 
-PROMOTION_FILE = "promotion.json"
 _SCORED = ("evaluator", "scoring", "dataset")
 """Fields of RowScores: what has scored which rows."""
 
@@ -120,7 +119,7 @@ def promote(run: Path, path: Path, confidence: float = 0.95, name: str | None = 
         number = int(numbered[-1].name) + 1 if numbered else 1
         version = destination.versions / f"{number:06d}"
         record = dump_json(_record(source, candidate, promotion))
-        export_model(source, version, merge=merge, name=destination.path.name, extra={PROMOTION_FILE: record})
+        export_model(source, version, merge=merge, name=destination.path.name, extra={PROMOTION: record})
         destination.switch(version)
         for old in numbered:
             if old != previous:
@@ -155,7 +154,8 @@ def _candidate(run: Path, name: str | None) -> tuple[Source, RowScores, list[Row
 def _baseline(destination: Destination, candidate: RowScores, scored: list[RowScores]) -> tuple[str, dict[str, float]]:
     """What the candidate is compared with, and its mean score by row."""
     if destination.current is not None:
-        record = read_object(destination.current / PROMOTION_FILE)
+        file = destination.current / PROMOTION
+        record = checked(file, PROMOTION, read_object(file))
         if all(record.get(key) == getattr(candidate, key) for key in _SCORED):
             return f"what is in use at {destination.path}", record["scores"]
         logger.warning(

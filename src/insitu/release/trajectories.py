@@ -79,9 +79,11 @@ def export(
         if value is not None and name not in ALLOWED[format]:
             takers = " and ".join(f for f, names in ALLOWED.items() if name in names)
             raise ConfigError(f"--{name} has no effect with --format {format}; it is for {takers}")
-    if target.is_dir() or (target.exists() and not overwrite):
-        hint = "" if target.is_dir() else " already; --force replaces it"
-        raise ConfigError(f"--output: {target} {'is a folder' if target.is_dir() else 'exists'}{hint}")
+    if target.exists() and not target.is_file():
+        what = "a folder" if target.is_dir() else "no regular file"
+        raise ConfigError(f"--output: {target} is {what}, and is not replaced; give another name")
+    if target.exists() and not overwrite:
+        raise ConfigError(f"--output: {target} exists already; --force replaces it")
     if target.exists() and target.name in _RECORDED and (target.parent / EPISODES).is_file():
         raise ConfigError(f"--output: {target} is a file of a run, which is not replaced; choose another name")
     if not target.parent.is_dir():

@@ -98,6 +98,8 @@ LOGGED_JOBS = f"{BACKEND_FOLDER}/{JOB_LOG}"
 JOBS = f"{BACKEND_FOLDER}/jobs"
 STARTED_FILE = "started_from.json"
 """In the backend's folder: the model that the training started from, since names such as `latest` change meaning."""
+PROMOTION = "promotion.json"
+"""In a promoted model's folder: what it was compared with, and its scores by row."""
 TRACKERS = "trackers"
 """The folder of experiment trackers."""
 

@@ -150,6 +150,10 @@ class _Started(_Form):
     model: str
 
 
+class _Promotion(_Form):
+    scores: dict[str, Number]
+
+
 def _validation_kind(record: Any) -> str:
     return "_failed" if isinstance(record, dict) and "error" in record else "_scored"
 
@@ -174,6 +178,7 @@ FORMS: Mapping[str, Any] = {
     files.JOURNAL: _Journaled,
     files.STARTED_FILE: _Started,
     files.JOBS: _Checkpoint,
+    files.PROMOTION: _Promotion,
 }
 """The form of a file's value, or of each of its lines. `files.JOBS`: of each job."""
 

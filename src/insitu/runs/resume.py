@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 from insitu.builder import Builder
 from insitu.config import Config
 from insitu.config.resolved import code_digests, code_of, differences, is_harmless, leaves, nested, resolved_config
-from insitu.disk.files import delete_drafts
+from insitu.disk.files import delete_drafts, writing
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
 from insitu.runs.reader import RunReader
@@ -97,6 +98,17 @@ def _content(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key != "file"}
 
 
+def _copy_back(source: str, origin: Mapping[str, Any], folder: Path, moved: Path) -> None:
+    """Copies the YAML file and the rows of a run, where they were moved with an earlier one, back into its folder."""
+    records = (origin.get(name) or {} for name in ("dataset", "held_out"))
+    for file in (source, *(record["file"] for record in records if "file" in record)):
+        path = Path(file).resolve()
+        if path.is_relative_to(folder) and (place := moved / path.relative_to(folder)).is_file():
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(place, path)
+
+
 def _moved(folder: Path, moved: Path) -> str:
     """What to report of an earlier run in `folder` that was moved."""
     place, earlier = moved if folder.is_symlink() else folder.with_name(moved.name), None
@@ -151,7 +163,10 @@ class ResumableRun:
             if moved is not None:
                 builder.moved[folder.resolve()] = moved  # the paths of the file follow it
             self._store = RunStore(folder)
-            return [_moved(folder, moved)] if moved is not None else []
+            if moved is None:
+                return []
+            _copy_back(config.source, origin, folder.resolve(), moved)
+            return [_moved(folder, moved)]
         self._forced = request.force
         changes = check_same_run(folder, config, origin, force=request.force)
         self._store = RunStore(folder)
