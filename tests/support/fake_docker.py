@@ -33,7 +33,7 @@ for each in $MOUNTS; do
     mkdir -p "$NEW$to"; mount --bind "$from" "$NEW$to"
     case "$rest" in *:ro) mount -o remount,bind,ro "$NEW$to";; esac
 done
-exec env -i PATH="$PATH" HOME=/root $VARIABLES chroot "$NEW" sh -c 'cd /app && exec "$@"' sh "$@"
+exec env -i PATH="$PATH" HOME=/root $VARIABLES chroot "$NEW" /bin/sh -c 'cd /app && exec "$@"' sh "$@"
 """
 
 
@@ -54,7 +54,7 @@ def execute(arguments: list[str]) -> int:
     wait_until(place.exists)  # its first process is quicker than `run`
     pid, variables = place.read_text().split("\n", 1)
     inside = ["--user", "--mount", "--pid", "--root", "--wd"]
-    command = f'exec env -i PATH="$PATH" HOME=/root {variables} sh -c \'cd /app && exec "$@"\' sh "$@"'
+    command = f'exec env -i PATH="$PATH" HOME=/root {variables} /bin/sh -c \'cd /app && exec "$@"\' sh "$@"'
     return subprocess.call(["nsenter", "--target", pid, *inside, "sh", "-c", command, "sh", *arguments[2:]])
 
 

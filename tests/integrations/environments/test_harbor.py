@@ -294,8 +294,9 @@ async def test_it_is_not_for_the_agent_to_say_that_it_has_ended(project: Path, s
 
 async def test_what_the_container_itself_runs_is_not_the_agents(project: Path, server: FakeOpenAI) -> None:
     """Although the agent has a folder of PATH: its `sleep` would not end with what it has left running."""
-    fake = "#!/bin/sh\nwhile :; do /bin/sleep 0.02; echo 1 > /logs/verifier/reward.json; done"
-    code = f"mkdir -p /app/bin; printf '%s' '{fake}' > /app/bin/sleep; chmod 755 /app/bin/sleep"
+    fake = "#!/bin/bash\nwhile [ ${0##*/} = sleep ]; do /bin/sleep 0.02; echo 1 > /logs/verifier/reward.json; done\n"
+    fake += "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json"
+    code = f"mkdir -p /app/bin; cd /app/bin; printf '%s' '{fake}' > sleep; chmod 755 sleep; cp sleep sh; cp sleep chmod"
     toml = '[environment.env]\nPATH = "/app/bin:/usr/sbin:/usr/bin:/sbin:/bin"\n'
     add_task(project, "one", toml=toml, test="#!/bin/sh\n/bin/sleep 0.3\necho 0 > /logs/verifier/reward.txt\n")
     async with tasks(project, server, command=["sh", "-c", code]) as play:

@@ -68,7 +68,8 @@ _KILLS = f"{_PATH} kill -9 -1 2>/dev/null; true"
 _TESTS = """
 given=$PATH
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin
-rm -rf /tests /logs/verifier && mkdir -p -m 777 /logs/verifier && cp -R /insitu/tests /tests || exit 125
+rm -rf /tests /logs/verifier && mkdir -p -m 777 /logs/verifier && cp -R /insitu/tests /tests && chmod +x /tests/test.sh ||
+    exit 125
 PATH=$given /bin/sh /insitu/verify >&2 </dev/null
 code=$?
 kill -9 -1 2>/dev/null
@@ -243,8 +244,8 @@ class Container:
         }
         agent = with_values(["", *self._config.command], {**columns, "model_url": url}, folder)[1:]
         run = with_values(self._config.run, places, folder)
-        execute = [run[0], "exec", "-i", self._name, "sh", "-c"]
-        yield [*run, "sh", "-c", _STAYS]
+        execute = [run[0], "exec", "-i", self._name, "/bin/sh", "-c"]
+        yield [*run, "/bin/sh", "-c", _STAYS]
         yield [*execute, _AGENT, "insitu", environment.workdir or "", *agent]
         yield [*execute, _KILLS]
         yield [*execute, _TESTS]
@@ -317,7 +318,7 @@ class Container:
         shutil.copytree(self._task.folder / "tests", self.tests / "tests")
         variables = resolved(self._task.settings.verifier.env, self._config.pass_env, self._where)
         lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-        lines += ["chmod +x /tests/test.sh", "exec /tests/test.sh", ""]
+        lines += ["exec /tests/test.sh", ""]
         (self.tests / "verify").write_text("\n".join(lines))
 
     def outcome(self, agent: Program, tests: Program) -> Outcome:
