@@ -303,6 +303,16 @@ async def test_what_the_container_itself_runs_is_not_the_agents(project: Path, s
         assert (await play("one"))["reward"] == 0.0
 
 
+async def test_a_container_ends_with_its_episode(project: Path, server: FakeOpenAI) -> None:
+    """Also one whose first process ignores what asks it to."""
+    seconds = "60.75"
+    first = ["sh", "-c", f"trap '' TERM; \"$@\"; exec sleep {seconds}", "sh"]
+    add_task(project, "one")
+    async with tasks(project, server, run=[*RUN, *first]) as play:
+        assert (await play("one"))["reward"] == 1.0
+    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", seconds]]
+
+
 @pytest.mark.parametrize(
     ("run", "message"),
     [

@@ -12,6 +12,7 @@ The agent is executed in the container, and once it has ended, the tests, which 
 """
 
 import asyncio
+import logging
 import math
 import os
 import re
@@ -31,7 +32,7 @@ from pydantic import Field, field_validator
 from insitu.builder import Builder
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.disk.temporary import remove, temporary_folder
-from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError, not_found
+from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, InsituError, WorkflowError, not_found
 from insitu.gateway.agents import ProgramConfig, environment, episode_endpoint, new_gateway, row_values
 from insitu.gateway.endpoint import EpisodeEndpoint
 from insitu.gateway.templates import check_command, check_placeholders, template_texts, with_values
@@ -43,6 +44,8 @@ from insitu.wire.endings import end_tasks
 from insitu.wire.redaction import is_ordinary_variable
 from insitu.workflow.functions import FunctionInfo, register_function
 from insitu.workflow.programs import Program, inherited_environment, run_program
+
+logger = logging.getLogger(__name__)
 
 _STAYS = """
 trap 'exit 143' TERM
@@ -93,7 +96,7 @@ class HarborConfig(ProgramConfig, name="harbor"):
     """Folder of tasks, or of one, relative to the working directory or the YAML file."""
     run: list[str] = Field(min_length=1)
     """The command that runs a container, such as `docker run`; the program for it to run is appended, and `exec` of the
-    same program runs the agent, and then the tests. `{image}` is replaced by the task's image, `{name}` by the
+    same program runs the agent, and then the tests, and `rm` removes it. `{image}` is replaced by the task's image, `{name}` by the
     container's (if there is no `{name}`, `--name` is added after `run`), `{logs}` by the folder to mount at `/logs`,
     `{tests}` by that to mount at `/insitu`, read-only, `{env_file}` by a file with the agent's environment variables,
     `{model_url}` by the model's URL, `{folder}` by the folder of the YAML file, `{cpus}` and `{memory_mb}` by what the
@@ -229,7 +232,8 @@ class Container:
         self._name, self._where = f"insitu-{secrets.token_hex(8)}", f"task {task.name}"
 
     def commands(self, image: str, columns: Mapping[str, Any], folder: Path) -> Iterator[list[str]]:
-        """The commands that start the container, run the agent, kill its remaining processes, and run the tests."""
+        """The commands that start the container, run the agent, kill its remaining processes, run the tests, and
+        remove the container."""
         environment, url = self._task.settings.environment, self._endpoint.openai_url
         places = {
             "name": self._name,
@@ -249,6 +253,7 @@ class Container:
         yield [*execute, _AGENT, "insitu", environment.workdir or "", *agent]
         yield [*execute, _KILLS]
         yield [*execute, _TESTS]
+        yield [run[0], "rm", "-f", self._name]
 
     def write_variables(self, variables: Mapping[str, str]) -> None:
         """Writes the agent's variables, without those of this machine, which `run` and the tests may get."""
@@ -312,6 +317,11 @@ class Container:
             raise EpisodeTimeout(f"{where}: the start of the container took more than {seconds:g} s") from None
         finally:
             await end_tasks(container)
+            *_, removes = commands
+            try:  # it may ignore what ends others
+                await run_program(removes, b"", time_limit=_END_SECONDS, **options)
+            except InsituError as error:
+                logger.warning("%s: the container %s cannot be removed: %s", where, self._name, error)
 
     def _give_tests(self) -> None:
         """Puts the tests where the container finds them."""
