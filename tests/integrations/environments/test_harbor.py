@@ -196,7 +196,7 @@ async def test_tests_write_rewards(
 @pytest.mark.parametrize(
     ("test", "message"),
     slow_but_at(
-        (0, 4, 7),
+        (0, 4, 10),
         [
             ("echo no reward >&2; exit 3", "tests/test.sh ended with exit code 3 without a reward.json .*: no reward"),
             ("true", "tests/test.sh ended without a reward.json or reward.txt"),
@@ -209,8 +209,9 @@ async def test_tests_write_rewards(
                 'echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json',
                 "the reward 'reward' does not exist.*: a, b; choose",
             ),
-            ("mkdir /logs/verifier/reward.json", "cannot be read: .*Is a directory"),
-            ("ln -s /etc/hostname /logs/verifier/reward.txt", "cannot be read: .*symbolic links"),
+            ("mkdir /logs/verifier/reward.json", "cannot be read: reward.json is not a file"),
+            ("ln -s /etc/hostname /logs/verifier/reward.txt", "cannot be read: reward.txt is not a file"),
+            ("mkfifo /logs/verifier/reward.txt", "cannot be read: reward.txt is not a file"),
             ("rm -r /logs/verifier; ln -s /tmp /logs/verifier", "cannot be read: .*Not a directory"),
         ],
     ),

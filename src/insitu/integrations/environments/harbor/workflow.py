@@ -19,6 +19,7 @@ import re
 import secrets
 import shlex
 import shutil
+import stat
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
@@ -196,7 +197,7 @@ def _how_ended(name: str, program: Program) -> str:
 
 
 def read_rewards(logs: Path) -> dict[str, float] | None:
-    """The rewards in `verifier/reward.json` or `verifier/reward.txt`, without following links; None: neither exists.
+    """The rewards in `verifier/reward.json` or `verifier/reward.txt`, if these are files; None: neither exists.
 
     Raises ValueError for one that is malformed, OSError for one that cannot be read.
     """
@@ -205,8 +206,10 @@ def read_rewards(logs: Path) -> dict[str, float] | None:
     try:
         for name in ("reward.json", "reward.txt"):
             try:
-                with open(name, "rb", 0, opener=lambda path, _: os.open(path, flags, dir_fd=folder)) as file:
-                    text = file.read(_MAX_BYTES) or b""  # None of an empty FIFO
+                if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                    raise ValueError(f"{name} is not a file")
+                with open(name, "rb", opener=lambda path, _: os.open(path, flags, dir_fd=folder)) as file:
+                    text = file.read(_MAX_BYTES)
             except FileNotFoundError:
                 continue
             data = orjson.loads(text) if name == "reward.json" else float(text)
