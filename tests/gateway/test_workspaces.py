@@ -565,6 +565,7 @@ async def test_the_strict_verifier_of_the_guide(tested: Path, server: FakeOpenAI
     solution = "open('solution.py', 'w').write({!r})"
     for code, reward in (
         ("print(sum(map(int, input().split())))", 1.0),
+        ("from helper import is_right; print(5 if is_right(2) else 6)", 1.0),  # a module beside it
         ("print(6)", 0.0),
         ("import os; open('reward.json', 'w').write('1')", 0.0),
     ):

@@ -39,10 +39,12 @@ _IMPORTED = ("pyc", "pyo", "pth", "dist-info", "egg-info", "egg-link")
 """Suffixes of files that Python or pytest loads without an import, such as plugins of an installed package."""
 _ISOLATED = """#!/bin/sh
 [ "$(stat -L -c %d:%i -)" != {0.st_dev}:{0.st_ino} ] || exec </dev/null
+unset PYTHONSAFEPATH
 exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-
 exec {1} --chdir "$PWD" -- "$@"
 """
-"""What runs a program apart from the verifier, whose standard input has the row, and with it the answer."""
+"""What runs a program apart from the verifier, whose standard input has the row, and with it the answer; Python then
+finds modules beside a script, as it does for the agent."""
 
 
 def _sets_up_tests(name: str) -> bool:
