@@ -458,6 +458,12 @@ async def test_results_may_overlap(tested: Path, server: FakeOpenAI, result: lis
     assert (await outcome(tested, server, code, workspace=workspace, verify=check))["reward"] == 1.0
 
 
+async def test_what_cannot_be_read_is_left_out(project: Path, server: FakeOpenAI) -> None:
+    deep = "for _ in range(30): os.mkdir('n' * 200); os.chdir('n' * 200)"
+    code = f"{FIX}\nimport os\nos.mkdir('d'); open('d/x', 'w').close(); os.chmod('d', 0o400)\n{deep}"
+    assert (await outcome(project, server, code, verify=FIXED))["reward"] == 1.0
+
+
 async def test_a_result_that_is_replaced_is_refused(tested: Path, server: FakeOpenAI) -> None:
     workspace = {"copy": "task", "result": ["cases/solution.py"]}
     with pytest.raises(ConfigError, match=r"result has 'cases/solution.py', but workflow.verify_files has .*/cases,"):
@@ -1137,8 +1143,8 @@ async def test_a_wrong_block_is_told(project: Path, server: FakeOpenAI, block: d
         await outcome(project, server, "", **block)
 
 
-def build_without_namespaces(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Builds the workflow of a folder where the kernel allows no further user namespaces."""
+def play_under(limit: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Plays an episode of the workflow of a folder, started by a command."""
     script = """
 import asyncio
 from pathlib import Path
@@ -1150,9 +1156,15 @@ async def main():
         print(await (await builder.get_workflow()).ainvoke("hi"))
 asyncio.run(main())
 """
-    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" "$@"'
-    command = ["unshare", "-Ur", "sh", "-c", forbid, sys.executable, "-c", script]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return subprocess.run([*limit, sys.executable, "-c", script], cwd=folder, capture_output=True, text=True)
+
+
+async def test_files_may_be_limited_already(project: Path, server: FakeOpenAI) -> None:
+    """As administrators do, below `limits.folder_size`."""
+    async with agent(project, server, FIX, verify=FIXED):
+        pass
+    done = play_under(["sh", "-c", 'ulimit -f 1000000 && exec "$0" "$@"'], project)
+    assert done.stdout.startswith("{'answer': 'done', 'reward': 1.0"), done.stderr
 
 
 @pytest.mark.slow
@@ -1160,7 +1172,8 @@ asyncio.run(main())
 async def test_a_kernel_that_confines_nothing_is_named(project: Path, server: FakeOpenAI, network: str) -> None:
     async with agent(project, server, FIX, network=network, verify=FIXED):
         pass
-    done = build_without_namespaces(project)
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" "$@"'
+    done = play_under(["unshare", "-Ur", "sh", "-c", forbid], project)
     if network == "host":
         assert done.stdout.startswith("{'answer': 'done', 'reward': 1.0")
         return

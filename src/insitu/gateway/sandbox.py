@@ -33,6 +33,8 @@ _BYTES_PER_FILE = 2048
 """What the archive has for each file, besides its content."""
 _DEEPEST = 200
 """Levels of folders that are sent."""
+_LONGEST = 3500
+"""Bytes of a path that is sent: the kernel takes 4096, with a name that is added and the folder around."""
 _RUNNERS: set[str] = set()
 """What decides how tests run, with any suffix after these names, in lower case: judged as the project has it."""
 _IMPORTED = ("pyc", "pyo", "pth", "dist-info", "egg-info", "egg-link")
@@ -66,8 +68,10 @@ def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | N
         files, taken = files + 1, taken + entry.size
         if files > most_files or taken > (most_bytes or taken):
             raise OverflowError("files" if files > most_files else "folder_size")
-        is_readable = entry.issym() or os.access(os.path.join(work, entry.name), os.R_OK)
-        if entry.isdev() or not is_readable or entry.name.count("/") > _DEEPEST:
+        access = os.R_OK | os.X_OK if entry.isdir() else os.R_OK
+        is_readable = entry.issym() or os.access(os.path.join(work, entry.name), access)
+        is_far = entry.name.count("/") > _DEEPEST or len(os.fsencode(entry.name)) > _LONGEST
+        if entry.isdev() or not is_readable or is_far:
             return None
         entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
         return entry
@@ -227,7 +231,7 @@ def _lay_files(files: str, work: str, source: str) -> None:
 
 
 def _limit(limits: dict[str, float]) -> None:
-    """Limits this process, which is about to become the program."""
+    """Limits this process, as far as it may raise its limits."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         most = resource.getrlimit(kind)[1]
@@ -301,7 +305,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
     if settings["most_bytes"] is not None:  # also of what is sent
         most = settings["most_bytes"] + _BYTES_PER_FILE * settings["most_files"]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        _limit({"FSIZE": most})
     problem = "its folder cannot be filled"
     try:
         _fill(settings)
