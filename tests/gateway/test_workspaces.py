@@ -458,6 +458,15 @@ async def test_results_may_overlap(tested: Path, server: FakeOpenAI, result: lis
     assert (await outcome(tested, server, code, workspace=workspace, verify=check))["reward"] == 1.0
 
 
+async def test_a_file_may_take_the_place_of_a_folder_with_a_result(tested: Path, server: FakeOpenAI) -> None:
+    (tested / "task/parts").mkdir()
+    (tested / "task/parts/b").touch()
+    workspace = {"copy": "task", "result": ["parts", "parts/b"]}
+    code = "import shutil; shutil.rmtree('parts'); open('parts', 'w').write('2')"
+    check = verify("import sys; sys.exit(open('parts').read() != '2')")
+    assert (await outcome(tested, server, code, workspace=workspace, verify=check))["reward"] == 1.0
+
+
 async def test_what_cannot_be_read_is_left_out(project: Path, server: FakeOpenAI) -> None:
     deep = "for _ in range(30): os.mkdir('n' * 200); os.chdir('n' * 200)"
     code = f"{FIX}\nimport os\nos.mkdir('d'); open('d/x', 'w').close(); os.chmod('d', 0o400)\n{deep}"

@@ -84,13 +84,8 @@ def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | N
 
 def _outermost(paths: Sequence[str]) -> list[str]:
     """Normal paths, each once, without those that lie in another one."""
-    return [path for path in dict.fromkeys(paths) if all(_below(path, each) is None for each in paths)]
-
-
-def _below(path: str, folder: str) -> list[str] | None:
-    """The parts of a path below a folder; None if it does not lie in it."""
-    start = "" if folder == "." else f"{folder}/"
-    return path[len(start) :].split("/") if path.startswith(start) and path not in (".", folder) else None
+    outer = {each: "" if each == "." else f"{each}/" for each in paths}
+    return [path for path in outer if not any(path.startswith(outer[each]) for each in outer if each != path)]
 
 
 def _is_inside(path: str, folder: str) -> bool:
@@ -135,24 +130,12 @@ def unpack(archive: IO[bytes], folder: str, most_bytes: int | None, most_files: 
 
 def lay(left: str, work: str, paths: Sequence[str]) -> None:
     """Makes paths of `work` as they are in `left`, but not what decides how tests run, unless a path names it."""
-    for path in sorted(dict.fromkeys(paths), key=_depth):
-        if any(_brings(each, path) for each in paths):
-            continue
+    for path in sorted(paths, reverse=True):  # what is in a folder before it: the agent may have left a file there
         target = os.path.join(work, path)
         if not _is_inside(os.path.dirname(target), work) or not _is_inside(os.path.dirname(f"{left}/{path}"), left):
             raise ValueError(f"a link leads elsewhere: {path}")
         os.makedirs(os.path.dirname(target), exist_ok=True)
         _make_alike(os.path.join(left, path), target, path == ".")
-
-
-def _depth(path: str) -> int:
-    return path.count("/") + (path != ".")
-
-
-def _brings(folder: str, path: str) -> bool:
-    """Whether a path comes with a folder."""
-    parts = _below(path, folder)
-    return parts is not None and not any(map(_sets_up_tests, parts)) and path != "__init__.py"
 
 
 def _make_alike(source: str, target: str, is_root: bool = False) -> None:
@@ -170,7 +153,7 @@ def _make_alike(source: str, target: str, is_root: bool = False) -> None:
     else:
         _remove(target)
         if os.path.exists(source):
-            os.rename(source, target)
+            os.link(source, target)  # further paths may name it, too
 
 
 def _remove(path: str) -> None:
