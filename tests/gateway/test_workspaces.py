@@ -598,6 +598,22 @@ async def test_programs_of_the_agent_have_the_limits_of_its_verifier(project: Pa
         await outcome(project, server, "", verify=verify(check), limits={"sockets": 500})
 
 
+async def test_an_agent_cannot_keep_its_sockets_from_being_counted(project: Path, server: FakeOpenAI) -> None:
+    """Its sandbox need not run for that, which an agent can leave without processor time."""
+    os.mkfifo(project / "stop")
+    code, agent_file = f"open({str(project / 'stop')!r}).read()\n{SOCKETS}", [str(project / "agent.py")]
+    block: dict[str, Any] = {"limits": {"sockets": 500}, "workspace": {"copy": "task", "readable": ["stop"]}}
+    async with agent(project, server, code, timeout=60, **block) as workflow:
+        running = asyncio.create_task(episode(workflow))
+        with await asyncio.to_thread(open, project / "stop", "w"):  # it is there
+            running_now = commands_below(psutil.Process()).items()
+            sandbox = next(each for each, command in running_now if command == [sys.executable, *agent_file]).parent()
+            assert sandbox is not None
+            sandbox.suspend()
+        with pytest.raises(WorkflowError, match=r"exceeded limits.sockets: 500"):
+            await running
+
+
 async def test_a_system_that_confines_no_program_again_is_found_first(
     project: Path, server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -1029,12 +1045,6 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as queue:
     attempt('queue', lambda: queue.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) != size or 1 / 0)
 with open('/run/source/number.txt') as file:
     attempt('lease', lambda: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK))
-for which, who in ((os.PRIO_PROCESS, 1), (os.PRIO_USER, 0), (os.PRIO_PGRP, 0)):
-    attempt('priority', lambda: os.setpriority(which, who, 19))
-attempt('scheduling', lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)))
-attempt('parameters', lambda: os.sched_setparam(1, os.sched_param(0)))
-os.nice(1)
-os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 attempt('score', lambda: open('/proc/self/oom_score_adj', 'w').write('0'))
 sent = []
 def flood():

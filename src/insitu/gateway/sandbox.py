@@ -3,10 +3,10 @@
     python -I -S sandbox.py '{"control": 5, "work": "/tmp/work", ...}' PROGRAM ARGUMENT...
 
 `workspaces` starts it by its path, within bubblewrap or without, and it imports only the standard library. `control` is
-the descriptor of a socket: a message with a listening socket, for the gateway, goes out first, and one JSON object
-last: `exit` (code or negative signal) and `exceeds` (a limit of what is sent, or null), or `refused` (why nothing was
-run). The program is killed when a message comes in, or when the other end is closed. What reads from it trusts nothing
-of it: the program may have taken its place.
+the descriptor of a socket: a message with descriptors of /proc and of a listening socket for the gateway, if one is
+wanted, goes out first, and one JSON object last: `exit` (code or negative signal) and `exceeds` (a limit of what is
+sent, or null), or `refused` (why nothing was run). The program is killed when a message comes in, or when the other
+end is closed. What reads from it trusts nothing of it: the program may have taken its place.
 """
 
 import ctypes
@@ -227,17 +227,12 @@ def _send(control: socket.socket, **message: Any) -> None:
         control.send(json.dumps(message).encode())
 
 
-def _wait(child: int, control: socket.socket, most_sockets: int | None) -> int | None:
-    """The exit code of the program, which is killed by a message; None if nobody waits for it.
-
-    Raises OverflowError if there are too many sockets: no control group has what their queues hold.
-    """
+def _wait(child: int, control: socket.socket) -> int | None:
+    """The exit code of the program, which is killed by a message; None if nobody waits for it."""
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(control, select.POLLIN)
     while True:
-        if most_sockets is not None and _count_sockets() > most_sockets:
-            raise OverflowError("sockets")
         if control.fileno() in [descriptor for descriptor, _ in poll.poll(200)]:
             if not control.recv(16):
                 return None
@@ -247,20 +242,6 @@ def _wait(child: int, control: socket.socket, most_sockets: int | None) -> int |
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # also orphans
                 if ended[0] == child:
                     return os.waitstatus_to_exitcode(ended[1])
-
-
-def _count_sockets() -> int:
-    """The number of open sockets in this network namespace, and those of programs that a verifier runs apart."""
-    counts = dict[int, int]()
-    for pid in ("self", *filter(str.isdigit, os.listdir("/proc"))):
-        try:
-            if (space := os.stat(f"/proc/{pid}/ns/net").st_ino) not in counts:
-                with open(f"/proc/{pid}/net/sockstat") as file:
-                    counts[space] = int(file.readline().split()[2])
-        except OSError:  # it has ended, or is in ours and not to be traced
-            if pid == "self":
-                raise
-    return sum(counts.values())
 
 
 def _kill_all() -> None:
@@ -281,9 +262,13 @@ def main() -> None:
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
     _RUNNERS.update(settings.get("runners", ()))
     control = socket.socket(fileno=settings["control"])
-    if (port := settings.get("port")) is not None:
-        with socket.create_server(("127.0.0.1", port), backlog=1024) as listener:
-            socket.send_fds(control, [b"listener"], [listener.fileno()])
+    if settings["isolated"]:
+        sent = [os.open("/proc", os.O_RDONLY)]
+        if (port := settings.get("port")) is not None:
+            sent.append(socket.create_server(("127.0.0.1", port), backlog=1024).detach())
+        socket.send_fds(control, [b"{}"], sent)
+        for descriptor in sent:
+            os.close(descriptor)
     for option, value in ((_DUMPABLE, 0), (_SUBREAPER, 1)):  # no program that it runs may trace it
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
     if settings["most_bytes"] is not None:  # also of what is sent
@@ -303,7 +288,7 @@ def main() -> None:
     code: int | None = -signal.SIGKILL
     exceeds = None
     try:
-        code = _wait(program.pid, control, settings["sockets"])
+        code = _wait(program.pid, control)
         _kill_all()
         with open(settings["output"], "wb") as output:
             paths = settings.get("leaves" if code == 0 else "fails", ())

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ _LOOK_SECONDS = 0.2
 _SENDING_SECONDS = 10.0
 """How long a program that was stopped may take to end, and its sandbox to send what it has left."""
 _MAX_MESSAGES = 4
-"""A sandbox sends two: its listening socket, and how its program has ended."""
+"""A sandbox sends two: its descriptors, and how its program has ended."""
 _JOIN = """
 echo 1000 > /proc/self/oom_score_adj
 while [ "$1" != -- ]; do echo 0 > "$1" || exit 1; shift; done
@@ -82,6 +83,8 @@ class Sandboxed:
         self._place, self.command, self._folder = place, command, folder
         self.wants, self._named = wants, named
         self.report: dict[str, Any] = {}
+        self._descriptors: list[int] = []
+        """Of the sandbox's /proc and of its listening socket, while they are needed."""
         self.met: list[str] = []
         """The limits that it has met; `timeout`, if it took too long."""
 
@@ -103,14 +106,15 @@ class Sandboxed:
                 async with self._watched(ours, group, time_limit):
                     options |= {"cwd": self._folder, "env": env, "pass_fds": descriptors, "name": name}
                     program = await run_program(command, stdin, time_limit=None, **options)
-                while (late := self._receive(ours)) is not None:
-                    late.close()
+                self._receive(ours)
             if group is not None and not self.met:
                 self.met += filter(None, [group.exceeded(limits.cpu_seconds)])
         finally:
+            for descriptor in self._descriptors:
+                os.close(descriptor)
             if group is not None:
                 await asyncio.to_thread(group.remove)
-        if self.report.get("exceeds") in ("files", "folder_size", "sockets"):
+        if self.report.get("exceeds") in ("files", "folder_size"):
             self.met.append(self.report["exceeds"])
             os.truncate(left, 0)  # it is a part
         if self.met[:1] == ["timeout"]:
@@ -153,7 +157,7 @@ class Sandboxed:
             "work": WORK if inside else str(self._folder / "work"),
             "most_bytes": size,
             "most_files": limits.files,
-            "sockets": limits.sockets if inside else None,
+            "isolated": inside,
             "limits": {name: value for name, value in rlimits.items() if value is not None},
             "runners": _RUNNERS if "left" in outside else [],
         }
@@ -166,45 +170,47 @@ class Sandboxed:
         joining = ["/bin/sh", "-c", _JOIN, "sh", *([] if group is None else group.entrances), "--"]
         return [*joining, *confining, _PYTHON, "-I", "-S", seen["sandbox"], json.dumps(settings), *self.command]
 
-    def _receive(self, control: socket.socket) -> socket.socket | None:
-        """Reads what it says now; gives the listening socket, if it sends it."""
+    def _receive(self, control: socket.socket) -> None:
+        """Reads what it says now."""
         with suppress(OSError, ValueError, RecursionError):
             for _ in range(_MAX_MESSAGES):
-                message, descriptors, _, _ = socket.recv_fds(control, 2**12, 1)
-                if descriptors:
-                    return socket.socket(fileno=descriptors[0])
+                message, descriptors, _, _ = socket.recv_fds(control, 2**12, 2)
+                self._descriptors += descriptors
                 if not message or self.report:
                     break
                 said = json.loads(message)
                 self.report = said if isinstance(said, dict) else {}
-        return None
 
     @asynccontextmanager
     async def _watched(
         self, control: socket.socket, group: Cgroup | None, time_limit: float | None
     ) -> AsyncIterator[None]:
-        """Lets the gateway serve at the first socket that the sandbox sends, and stops the program at a limit."""
-        loop, cpu_seconds = asyncio.get_running_loop(), self._place.limits.cpu_seconds
+        """Lets the gateway serve at the socket that the sandbox sends, and stops the program at a limit."""
+        loop, limits = asyncio.get_running_loop(), self._place.limits
         deadline = float("inf") if time_limit is None else loop.time() + time_limit
 
         async def look() -> None:
             while not self.met:
                 await asyncio.sleep(min(_LOOK_SECONDS, max(0.0, deadline - loop.time())))
-                limit = "timeout" if loop.time() >= deadline else group and group.exceeded(cpu_seconds)
+                limit = "timeout" if loop.time() >= deadline else group and group.exceeded(limits.cpu_seconds)
                 self.met += [limit] if limit else []
+                if self._descriptors and self._count_sockets() > limits.sockets:
+                    self.met += ["sockets"]
             with suppress(OSError):
                 control.send(b"stop")
-            timer.reschedule(loop.time() + _SENDING_SECONDS)
+            timer.reschedule(loop.time() + (0 if "sockets" in self.met else _SENDING_SECONDS))
 
         def receive() -> None:
             loop.remove_reader(control)
-            if (listener := self._receive(control)) is not None:
+            self._receive(control)
+            if self._descriptors[1:]:
+                listener = socket.socket(fileno=self._descriptors.pop())
                 tasks.append(asyncio.create_task(self._serve(listener), name="serve a sandbox"))
                 tasks[-1].add_done_callback(lambda _: listener.close())  # also if it is cancelled before it begins
 
         tasks = [asyncio.create_task(look(), name="watch the limits of a sandbox")]
         control.setblocking(False)
-        if self.wants.get("port") is not None:
+        if self._place.isolated:
             loop.add_reader(control, receive)
         try:
             async with asyncio.timeout(None) as timer:
@@ -215,6 +221,18 @@ class Sandboxed:
         finally:
             loop.remove_reader(control)
             await end_tasks(*tasks)
+
+    def _count_sockets(self) -> int:
+        """The number of open sockets in its network namespace, and in those of programs that a verifier runs apart.
+
+        No control group has what their queues hold.
+        """
+        counts = dict[int, int]()
+        for place in glob(f"/proc/self/fd/{self._descriptors[0]}/{'[0-9]*' if 'left' in self.wants else 1}"):
+            with suppress(OSError):  # it has ended
+                if (space := os.stat(f"{place}/ns/net").st_ino) not in counts:
+                    counts[space] = int(Path(f"{place}/net/sockstat").read_text().split()[2])
+        return sum(counts.values())
 
     async def _serve(self, listener: socket.socket) -> None:
         async with self._place.gateway.serving(listener):  # which closes it

@@ -72,8 +72,8 @@ _KILLS = f"{_PATH} kill -9 -1 2>/dev/null; true"
 _TESTS = """
 given=$PATH
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin
-rm -rf /tests /logs/verifier && mkdir -p -m 777 /logs/verifier && cp -R /insitu/tests /tests && chmod +x /tests/test.sh ||
-    exit 125
+rm -rf /tests /logs/verifier && mkdir -p -m 777 /logs/verifier && cp -R /insitu/tests /tests || exit 125
+chmod +x /tests/test.sh
 PATH=$given /bin/sh /insitu/verify >&2 </dev/null
 code=$?
 kill -9 -1 2>/dev/null
@@ -97,11 +97,11 @@ class HarborConfig(ProgramConfig, name="harbor"):
     """Folder of tasks, or of one, relative to the working directory or the YAML file."""
     run: list[str] = Field(min_length=1)
     """The command that runs a container, such as `docker run`; the program for it to run is appended, and `exec` of the
-    same program runs the agent, and then the tests, and `rm` removes it. `{image}` is replaced by the task's image, `{name}` by the
-    container's (if there is no `{name}`, `--name` is added after `run`), `{logs}` by the folder to mount at `/logs`,
-    `{tests}` by that to mount at `/insitu`, read-only, `{env_file}` by a file with the agent's environment variables,
-    `{model_url}` by the model's URL, `{folder}` by the folder of the YAML file, `{cpus}` and `{memory_mb}` by what the
-    task asks for. An image that a task does not name is built by `build` of the same program."""
+    same program runs the agent, and then the tests, and `rm` removes it. `{image}` is replaced by the task's image,
+    `{name}` by the container's (if there is no `{name}`, `--name` is added after `run`), `{logs}` by the folder to
+    mount at `/logs`, `{tests}` by that to mount at `/insitu`, read-only, `{env_file}` by a file with the agent's
+    environment variables, `{model_url}` by the model's URL, `{folder}` by the folder of the YAML file, `{cpus}` and
+    `{memory_mb}` by what the task asks for. An image that a task does not name is built by `build` of the same program."""
     timeout_multiplier: float = Field(default=1.0, gt=0)
     """Factor of the time limits in `task.toml`."""
     reward: str = "reward"
