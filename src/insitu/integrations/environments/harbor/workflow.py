@@ -101,7 +101,8 @@ class HarborConfig(ProgramConfig, name="harbor"):
     `{name}` by the container's (if there is no `{name}`, `--name` is added after `run`), `{logs}` by the folder to
     mount at `/logs`, `{tests}` by that to mount at `/insitu`, read-only, `{env_file}` by a file with the agent's
     environment variables, `{model_url}` by the model's URL, `{folder}` by the folder of the YAML file, `{cpus}` and
-    `{memory_mb}` by what the task asks for. An image that a task does not name is built by `build` of the same program."""
+    `{memory_mb}` by what the task asks for. An image that a task does not name is built by `build` of the same
+    program."""
     timeout_multiplier: float = Field(default=1.0, gt=0)
     """Factor of the time limits in `task.toml`."""
     reward: str = "reward"
