@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from fake_openai import FakeOpenAI
 from marks import slow_after, slow_but
 from processes import commands_below, run_project, serving, start_project
 from refusals import refusal
-from waiting import until
+from waiting import turns, until
 
 from insitu.config import load_config
 from insitu.disk.files import read_rows
@@ -780,7 +782,9 @@ async def test_an_agent_does_not_speak_to_the_terminal(project: Path, server: Fa
 async def test_what_is_kept_is_the_agents_work_and_nothing_else(tested: Path, server: FakeOpenAI) -> None:
     plant = "import os, socket; os.makedirs('sub/.git/hooks'); os.mkfifo('fifo')\n"
     plant += "socket.socket(socket.AF_UNIX).bind('socket'); os.symlink('/', 'root')\n"
-    plant += "os.makedirs('sub/bare/objects'); open('sub/bare/HEAD', 'w')\n"
+    plant += (
+        "os.makedirs('sub/.hg'); os.mkdir('sub/bare'); [open(f'sub/bare/{n}', 'w') for n in ('HEAD', 'commondir')]\n"
+    )
     nested = "for _ in range(300): os.mkdir('nested'); os.chdir('nested')\n"
     block: dict[str, Any] = {"verify": ["sh", "-c", "exit 126"], "verify_files": "checks"}
     for code, whole in ((f"{plant}{nested}raise SystemExit(3)", True), (plant, False)):
@@ -789,7 +793,7 @@ async def test_what_is_kept_is_the_agents_work_and_nothing_else(tested: Path, se
         kept = Path(str(raised.value).rpartition("its workspace is ")[2].rstrip(")"))
         names = {*os.listdir(tested / "task"), "nested", "sub"} - {".git"} if whole else {"solution.py"}
         assert set(os.listdir(kept)) == names
-        assert not whole or not os.listdir(kept / "sub")
+        assert not whole or [os.listdir(kept / name) for name in ("sub", "sub/bare")] == [["bare"], ["commondir"]]
         assert "collect_ignore_glob" in (kept.parent / "conftest.py").read_text()
 
 
@@ -866,6 +870,25 @@ async def test_a_cancelled_agent_ends_with_all_that_it_has_started(
         await until(lambda: not alive(marker), 0.1)
         await until(lambda: [path.name for path in leftovers(project)[0].iterdir() if path.name.startswith("r-")] == [])
     assert not leftovers(project)
+
+
+async def test_nothing_is_left_of_an_episode_that_is_cancelled_more_than_once(
+    project: Path, server: FakeOpenAI
+) -> None:
+    """While no thread is free."""
+    marker, held = f"twice-{os.getpid()}", threading.Event()
+    async with agent(project, server, DAEMON.format(marker=marker) + "signal.pause()") as workflow:
+        running = asyncio.create_task(episode(workflow))
+        await until(lambda: bool(alive(marker)), 0.1)
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        holding = asyncio.create_task(asyncio.to_thread(held.wait))
+        while not running.done():
+            running.cancel()
+            await turns()
+        held.set()
+        await holding
+        await until(lambda: [path.name for path in leftovers(project)[0].iterdir() if path.name.startswith("r-")] == [])
+    assert not alive(marker)
 
 
 FORKS = """
@@ -1098,6 +1121,16 @@ async def test_which_workspaces_are_kept(project: Path, server: FakeOpenAI) -> N
         await outcome(project, server, fails, workspace={"copy": "task", "max_kept": 2})
     assert "workspace is" not in str(raised.value)  # there are enough
     assert [path.read_text() for path in kept.glob("*/number.txt")] == ["2", "2"]
+
+
+async def test_an_episode_that_cannot_be_kept_has_its_own_error(
+    project: Path, server: FakeOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    (project / "out").mkdir()
+    (project / "out/workspaces").touch()
+    with pytest.raises(WorkflowError, match="ended with exit code 3"):
+        await outcome(project, server, f"{FIX}; raise SystemExit(3)")
+    assert "cannot be kept" in caplog.text
 
 
 def start_python(script: str, folder: Path) -> subprocess.Popen[bytes]:

@@ -113,7 +113,7 @@ class Sandboxed:
             for descriptor in self._descriptors:
                 os.close(descriptor)
             if group is not None:
-                await asyncio.to_thread(group.remove)
+                await asyncio.shield(asyncio.to_thread(group.remove))
         if self.report.get("exceeds") in ("files", "folder_size"):
             self.met.append(self.report["exceeds"])
             os.truncate(left, 0)  # it is a part

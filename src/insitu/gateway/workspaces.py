@@ -32,6 +32,7 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.templates import filled_text
 from insitu.gateway.visible import (
     PRIVATE,
+    REPOSITORIES,
     VERIFIER_HINT,
     has_any,
     misses_file,
@@ -217,7 +218,7 @@ class Workspaces:
             if keep == "all":
                 await asyncio.to_thread(self._keep, folder)
         finally:
-            await asyncio.to_thread(remove, folder)
+            await asyncio.shield(asyncio.to_thread(remove, folder))  # also if it is cancelled once more
 
     def path(self, template: str, values: dict[str, Any], key: str) -> str:
         """A path of the file with the values of a row. Raises WorkflowError if they lead to another folder."""
@@ -237,22 +238,23 @@ class Workspaces:
     def _keep(self, folder: Path) -> Path | None:
         """Unpacks what an agent has left to the run's directory; None if there is nothing, or enough is there."""
         copy, left, limits = self.run_dir / _KEPT / folder.name, folder / "left", self.keys.limits
-        if not left.exists() or not left.stat().st_size:
-            return None
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if sum(each.is_dir() for each in copy.parent.iterdir()) >= self.settings.max_kept:
-            return None
         try:
+            if not left.exists() or not left.stat().st_size:
+                return None
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if sum(each.is_dir() for each in copy.parent.iterdir()) >= self.settings.max_kept:
+                return None
             copy.mkdir()
             with left.open("rb") as archive:
                 unpack(archive, str(copy), limits.folder_size, limits.files, links=False)
-            bare = [head.parent for head in copy.rglob("HEAD") if (head.parent / "objects").is_dir()]
-            for git in [*copy.rglob(".git"), *bare]:  # its configuration names programs, and it is the agent's
-                remove(git)
+            # The configuration of a repository names programs, and it is the agent's. Git needs HEAD to find one.
+            for path in [path for name in ("HEAD", *REPOSITORIES) for path in copy.rglob(name)]:
+                remove(path)
             (copy.parent / "conftest.py").write_text('collect_ignore_glob = ["*"]  # what agents have left\n')
         except (OSError, ValueError, RecursionError, tarfile.TarError) as error:
             logger.warning("the workspace %s cannot be kept: %s", folder.name, error)
-            remove(copy)
+            if copy.exists():
+                remove(copy)
             return None
         return copy
 
