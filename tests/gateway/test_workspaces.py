@@ -230,7 +230,7 @@ print(open('name.txt').read())
         for name in ("a", "b"):
             given = await episode(workflow, name)
             assert (given["reward"], given["answer"]) == (1.0, f"['agent.py'] {name}")
-        for name in ("../task", str(project / "task")):
+        for name in ("../task", str(project / "task"), "", "."):
             with pytest.raises(WorkflowError, match="would lead to another folder"):
                 await episode(workflow, name)
 
@@ -528,6 +528,20 @@ async def test_a_copy_that_has_what_is_hidden_is_refused(tested: Path, server: F
     ):
         with pytest.raises(ConfigError, match=r"workflow.workspace.copy: .* has .*, which agents must not see"):
             await outcome(tested, server, "", **{"verify": CHECK, "verify_files": "checks", **block})
+
+
+async def test_a_commit_that_has_what_is_hidden_is_refused(tested: Path, server: FakeOpenAI) -> None:
+    git = ["git", "-C", str(tested), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    run(["git", "init", "-q", str(tested)])
+    (tested / "number.txt").write_text("1")
+    block: dict[str, Any] = {"workspace": {"git": "."}, "verify": FIXED, "verify_files": "checks"}
+    run([*git, "add", "number.txt"])
+    run([*git, "commit", "-q", "-m", "a"])
+    assert (await outcome(tested, server, FIX, **block))["reward"] == 1.0
+    run([*git, "add", "checks"])
+    run([*git, "commit", "-q", "-m", "b"])
+    with pytest.raises(ConfigError, match=r"workflow.workspace.git: .* has .*/checks, which agents must not see"):
+        await outcome(tested, server, FIX, **block)
 
 
 async def test_a_verifier_runs_programs_of_the_agent_apart(tested: Path, server: FakeOpenAI) -> None:

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from glob import escape
+from itertools import product
 from pathlib import Path, PurePath
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
@@ -143,7 +144,7 @@ class Workspaces:
                     f"{key}: agents would see results in {folder}, which has {inside[0]}; choose another folder"
                 )
             yield from (folder, folder / _KEPT, *folder.parent.glob(f"{escape(folder.name)}.*"))
-        for place in self._local_repositories() if self.settings.git is not None else ():
+        for place in self.local_repositories() if self.settings.git is not None else ():
             private.append(place)
             yield from [place] if (place / "objects").is_dir() else []
         yield from (path for folder in private for path in repositories(folder))
@@ -174,7 +175,7 @@ class Workspaces:
         local = self._config.folder / (url := place + slash + name)
         return str(local.resolve()) if local.exists() else url, revision or "HEAD"
 
-    def _local_repositories(self) -> list[Path]:
+    def local_repositories(self) -> list[Path]:
         """Where Git finds the repository if it is on this machine."""
         url = self._repository()[0]
         path = unquote(urlsplit(url).path) if url.startswith("file://") else url
@@ -228,7 +229,11 @@ class Workspaces:
                 raise WorkflowError(f"{key}: row {values['row_id']!r}: {value!r:.100} would lead to another folder")
             return value
 
-        return filled_text(template, values, f"workflow.{key}", part)
+        filled = filled_text(template, values, f"workflow.{key}", part)
+        parts, least = (len(PurePath(text.strip("/")).parts) for text in (filled, template))
+        if parts < least:  # a value is empty
+            raise WorkflowError(f"{key}: row {values['row_id']!r}: {filled!r:.100} would lead to another folder")
+        return filled
 
     def folder(self, template: str, values: dict[str, Any], key: str) -> Path:
         """As `path`, a folder. Raises ConfigError if it does not exist."""
@@ -270,9 +275,11 @@ class Workspace:
         self._result = [os.path.normpath(workspaces.path(path, values, "workspace.result")) for path in result]
         verify = workspaces.keys.verify_files
         self._verify_files = None if verify is None else workspaces.folder(verify, values, "verify_files")
-        for path in (*hidden, *filter(None, [self._verify_files])):
-            if source and path.is_relative_to(self._source) and path.exists():
-                raise ConfigError(f"workflow.workspace.copy: {self._source} has {path}, which agents must not see")
+        key, places = ("copy", [source]) if source else ("git", workspaces.local_repositories())
+        history = () if source else [path for place in places for path in (place, place / ".git")]
+        for place, path in product(places, {*hidden, *filter(None, [self._verify_files])}.difference(history)):
+            if path.is_relative_to(place) and (self._source / path.relative_to(place)).exists():
+                raise ConfigError(f"workflow.workspace.{key}: {place} has {path}, which agents must not see")
         if not workspaces.place.isolated:
             self._check_verifier(workspaces.keys.verify or [])
         files = self._verify_files
