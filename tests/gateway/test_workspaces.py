@@ -429,6 +429,8 @@ async def test_a_result_is_what_is_named_as_the_agent_left_it(tested: Path, serv
     for name in ("a", "b"):
         (tested / f"task/parts/{name}.txt").write_text(name)
     code = "import os, pathlib; os.remove('parts/a.txt'); pathlib.Path('parts/c.txt').write_text('c')\n"
+    code += "os.mkdir('parts/__snapshots__')\n"
+    code += "[open(f'parts/{name}', 'w') for name in ('__snapshots__/x', 'x.snap', 'setup.py')]\n"
     code += "open('conftest.py', 'w').write('x'); open('helper.py', 'w').write('x'); os.chmod('parts', 0o555)"
     shows = verify(
         "import os, json; json.dump({'reward': 1, 'metrics': {n: 1 for d, _, f in os.walk('.') if '.git' "

@@ -37,8 +37,9 @@ _LONGEST = 3500
 """Bytes of a path that is sent: the kernel takes 4096, with a name that is added and the folder around."""
 _RUNNERS: set[str] = set()
 """What decides how tests run, with any suffix after these names, in lower case: judged as the project has it."""
-_IMPORTED = ("pyc", "pyo", "pth", "dist-info", "egg-info", "egg-link")
-"""Suffixes of files that Python or pytest loads without an import, such as plugins of an installed package."""
+_LOADED = ("pyc", "pyo", "pth", "dist-info", "egg-info", "egg-link", "snap")
+"""Suffixes of files that Python or pytest loads without an import, such as plugins of an installed package, and of
+what tests compare with."""
 _ISOLATED = """#!/bin/sh
 [ "$(stat -L -c %d:%i -)" != {0.st_dev}:{0.st_ino} ] || exec </dev/null
 unset PYTHONSAFEPATH
@@ -52,7 +53,7 @@ finds modules beside a script, as it does for the agent."""
 def _sets_up_tests(name: str) -> bool:
     name = name.lower()
     starts = accumulate(name.split("."), "{}.{}".format)
-    return not _RUNNERS.isdisjoint(starts) or name == "__pycache__" or name.rpartition(".")[2] in _IMPORTED
+    return not _RUNNERS.isdisjoint(starts) or name == "__pycache__" or name.rpartition(".")[2] in _LOADED
 
 
 def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | None, most_files: int) -> None:
