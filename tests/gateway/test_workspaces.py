@@ -1203,6 +1203,9 @@ asyncio.run(main())
         ({"workspace": {"copy": "task", "result": ["../x"]}}, "result has '../x'; allowed: paths in the workspace"),
         ({"workspace": {"copy": "task", "result": [".git/config"]}}, ".git is never taken from an agent"),
         ({"limits": {"memory": "much"}}, "memory"),
+        ({"limits": {"memory": 2**64}}, "limits.memory"),
+        ({"limits": {"processes": 10**7}}, "limits.processes"),
+        ({"limits": {"files": 10**30}}, "limits.files"),
         ({"limits": {"folders": 3}}, "folders"),
     ],
 )
