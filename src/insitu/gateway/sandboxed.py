@@ -44,11 +44,6 @@ exec "$@"
 """Enters control groups and becomes a command. If the machine's memory ends, an episode is killed, nothing else."""
 
 
-def _half_of_memory() -> int | None:
-    memory = machine_memory()
-    return None if memory is None else memory.total // 2
-
-
 @dataclass
 class Place:
     """What all programs of a workflow have in common."""
@@ -85,8 +80,8 @@ class Sandboxed:
         self.report: dict[str, Any] = {}
         self._descriptors: list[int] = []
         """Of the sandbox's /proc and of its listening socket, while they are needed."""
-        self.met: list[str] = []
-        """The limits that it has met; `timeout`, if it took too long."""
+        self.met: str | None = None
+        """The limit that it has met first; `timeout`, if it took too long."""
 
     async def run(
         self, left: Path, stdin: bytes, env: dict[str, str], time_limit: float | None, **options: Any
@@ -107,20 +102,20 @@ class Sandboxed:
                     options |= {"cwd": self._folder, "env": env, "pass_fds": descriptors, "name": name}
                     program = await run_program(command, stdin, time_limit=None, **options)
                 self._receive(ours)
-            if group is not None and not self.met:
-                self.met += filter(None, [group.exceeded(limits.cpu_seconds)])
+            if group is not None:
+                self.met = self.met or group.exceeded(limits.cpu_seconds)
         finally:
             for descriptor in self._descriptors:
                 os.close(descriptor)
             if group is not None:
                 await asyncio.shield(asyncio.to_thread(group.remove))
         if self.report.get("exceeds") in ("files", "folder_size"):
-            self.met.append(self.report["exceeds"])
+            self.met = self.met or self.report["exceeds"]
             os.truncate(left, 0)  # it is a part
-        if self.met[:1] == ["timeout"]:
+        if self.met == "timeout":
             raise EpisodeTimeout(f"{name} did not finish within timeout: {time_limit:g} s")
-        if self.met:
-            raise WorkflowError(f"{name} exceeded limits.{self.met[0]}: {getattr(limits, self.met[0])}")
+        if self.met is not None:
+            raise WorkflowError(f"{name} exceeded limits.{self.met}: {getattr(limits, self.met)}")
         if "refused" in self.report:
             hint = f"\n({HINT})" if place.isolated else ""
             raise WorkflowError(f"workflow command {self.report['refused']!s:.500}{hint}")
@@ -147,7 +142,7 @@ class Sandboxed:
         installed = filter(os.path.isdir, self._named)
         visible = {*place.visible, *with_targets(searched(env, place.apart)), *installed}
         named = {each for each in self._named if not is_in(each, (*SYSTEM, *visible, *place.hidden))}
-        size = limits.folder_size or _half_of_memory()
+        size = limits.folder_size or ((memory := machine_memory()) and memory.total // 2)
         settings = {
             **self.wants,
             **seen,
@@ -190,15 +185,15 @@ class Sandboxed:
         deadline = float("inf") if time_limit is None else loop.time() + time_limit
 
         async def look() -> None:
-            while not self.met:
+            while self.met is None:
                 await asyncio.sleep(min(_LOOK_SECONDS, max(0.0, deadline - loop.time())))
-                limit = "timeout" if loop.time() >= deadline else group and group.exceeded(limits.cpu_seconds)
-                self.met += [limit] if limit else []
                 if self._descriptors and self._count_sockets() > limits.sockets:
-                    self.met += ["sockets"]
+                    self.met = "sockets"
+                else:
+                    self.met = "timeout" if loop.time() >= deadline else group and group.exceeded(limits.cpu_seconds)
             with suppress(OSError):
                 control.send(b"stop")
-            timer.reschedule(loop.time() + (0 if "sockets" in self.met else _SENDING_SECONDS))
+            timer.reschedule(loop.time() + (0 if self.met == "sockets" else _SENDING_SECONDS))
 
         def receive() -> None:
             loop.remove_reader(control)
