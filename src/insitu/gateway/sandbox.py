@@ -286,11 +286,9 @@ def main() -> None:
         return
     for stream in (0, 1):  # the program's alone: its input and output end with it
         os.close(stream)
-    code: int | None = -signal.SIGKILL
-    exceeds = None
+    code, exceeds = _wait(program.pid, control), None
+    _kill_all()
     try:
-        code = _wait(program.pid, control)
-        _kill_all()
         with open(settings["output"], "wb") as output:
             paths = settings.get("leaves" if code == 0 else "fails", ())
             pack(settings["work"], paths, output, settings["most_bytes"], settings["most_files"])

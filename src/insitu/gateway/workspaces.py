@@ -268,7 +268,7 @@ class Workspace:
     """The folder of one episode."""
 
     def __init__(self, workspaces: Workspaces, folder: Path, values: dict[str, Any], source: Path | None) -> None:
-        self._all, self._folder, self._values = workspaces, folder, values
+        self._all, self._folder = workspaces, folder
         self._left = folder / "left"
         self._source, result = source or workspaces.root / "repository", workspaces.settings.result or []
         hidden = [*workspaces.place.hidden] if workspaces.place.isolated else []
