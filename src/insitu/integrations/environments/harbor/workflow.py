@@ -12,7 +12,6 @@ The agent is executed in the container, and once it has ended, the tests, which 
 """
 
 import asyncio
-import logging
 import math
 import os
 import re
@@ -33,7 +32,7 @@ from pydantic import Field, field_validator
 from insitu.builder import Builder
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.disk.temporary import remove, temporary_folder
-from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, InsituError, WorkflowError, not_found
+from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError, not_found
 from insitu.gateway.agents import ProgramConfig, environment, episode_endpoint, new_gateway, row_values
 from insitu.gateway.endpoint import EpisodeEndpoint
 from insitu.gateway.templates import check_command, check_placeholders, template_texts, with_values
@@ -45,8 +44,6 @@ from insitu.wire.endings import end_tasks
 from insitu.wire.redaction import is_ordinary_variable
 from insitu.workflow.functions import FunctionInfo, register_function
 from insitu.workflow.programs import Program, inherited_environment, run_program
-
-logger = logging.getLogger(__name__)
 
 _STAYS = """
 trap 'exit 143' TERM
@@ -321,11 +318,8 @@ class Container:
             raise EpisodeTimeout(f"{where}: the start of the container took more than {seconds:g} s") from None
         finally:
             await end_tasks(container)
-            *_, removes = commands
-            try:  # it may ignore what ends others
-                await run_program(removes, b"", time_limit=_END_SECONDS, **options)
-            except InsituError as error:
-                logger.warning("%s: the container %s cannot be removed: %s", where, self._name, error)
+            *_, removes = commands  # the container may ignore what ends others
+            await execute(removes, b"", _END_SECONDS, "removing the container")
 
     def _give_tests(self) -> None:
         """Puts the tests where the container finds them."""
