@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from fake_openai import FakeOpenAI
 from marks import slow_after, slow_but
 from processes import commands_below, run_project, serving, start_project
 from refusals import refusal
-from waiting import until
+from waiting import turns, until
 
 from insitu.config import load_config
 from insitu.disk.files import read_rows
@@ -228,7 +230,7 @@ print(open('name.txt').read())
         for name in ("a", "b"):
             given = await episode(workflow, name)
             assert (given["reward"], given["answer"]) == (1.0, f"['agent.py'] {name}")
-        for name in ("../task", str(project / "task")):
+        for name in ("../task", str(project / "task"), "", "."):
             with pytest.raises(WorkflowError, match="would lead to another folder"):
                 await episode(workflow, name)
 
@@ -427,6 +429,8 @@ async def test_a_result_is_what_is_named_as_the_agent_left_it(tested: Path, serv
     for name in ("a", "b"):
         (tested / f"task/parts/{name}.txt").write_text(name)
     code = "import os, pathlib; os.remove('parts/a.txt'); pathlib.Path('parts/c.txt').write_text('c')\n"
+    code += "os.mkdir('parts/__snapshots__')\n"
+    code += "[open(f'parts/{name}', 'w') for name in ('__snapshots__/x', 'x.snap', 'setup.py')]\n"
     code += "open('conftest.py', 'w').write('x'); open('helper.py', 'w').write('x'); os.chmod('parts', 0o555)"
     shows = verify(
         "import os, json; json.dump({'reward': 1, 'metrics': {n: 1 for d, _, f in os.walk('.') if '.git' "
@@ -456,6 +460,21 @@ async def test_results_may_overlap(tested: Path, server: FakeOpenAI, result: lis
     check = verify(f"import os, sys; {shows}; sys.exit(found != {expected})")
     workspace = {"copy": "task", "result": result, "keep": keep}
     assert (await outcome(tested, server, code, workspace=workspace, verify=check))["reward"] == 1.0
+
+
+async def test_a_file_may_take_the_place_of_a_folder_with_a_result(tested: Path, server: FakeOpenAI) -> None:
+    (tested / "task/parts").mkdir()
+    (tested / "task/parts/b").touch()
+    workspace = {"copy": "task", "result": ["parts", "parts/b"]}
+    code = "import shutil; shutil.rmtree('parts'); open('parts', 'w').write('2')"
+    check = verify("import sys; sys.exit(open('parts').read() != '2')")
+    assert (await outcome(tested, server, code, workspace=workspace, verify=check))["reward"] == 1.0
+
+
+async def test_what_cannot_be_read_is_left_out(project: Path, server: FakeOpenAI) -> None:
+    deep = "for _ in range(30): os.mkdir('n' * 200); os.chdir('n' * 200)"
+    code = f"{FIX}\nimport os\nos.mkdir('d'); open('d/x', 'w').close(); os.chmod('d', 0o400)\n{deep}"
+    assert (await outcome(project, server, code, verify=FIXED))["reward"] == 1.0
 
 
 async def test_a_result_that_is_replaced_is_refused(tested: Path, server: FakeOpenAI) -> None:
@@ -513,6 +532,20 @@ async def test_a_copy_that_has_what_is_hidden_is_refused(tested: Path, server: F
             await outcome(tested, server, "", **{"verify": CHECK, "verify_files": "checks", **block})
 
 
+async def test_a_commit_that_has_what_is_hidden_is_refused(tested: Path, server: FakeOpenAI) -> None:
+    git = ["git", "-C", str(tested), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    run(["git", "init", "-q", str(tested)])
+    (tested / "number.txt").write_text("1")
+    block: dict[str, Any] = {"workspace": {"git": "."}, "verify": FIXED, "verify_files": "checks"}
+    run([*git, "add", "number.txt"])
+    run([*git, "commit", "-q", "-m", "a"])
+    assert (await outcome(tested, server, FIX, **block))["reward"] == 1.0
+    run([*git, "add", "checks"])
+    run([*git, "commit", "-q", "-m", "b"])
+    with pytest.raises(ConfigError, match=r"workflow.workspace.git: .* has .*/checks, which agents must not see"):
+        await outcome(tested, server, FIX, **block)
+
+
 async def test_a_verifier_runs_programs_of_the_agent_apart(tested: Path, server: FakeOpenAI) -> None:
     """They see what was left, but neither the verifier nor its files, and can write nowhere but to a /tmp."""
     check = """
@@ -565,6 +598,7 @@ async def test_the_strict_verifier_of_the_guide(tested: Path, server: FakeOpenAI
     solution = "open('solution.py', 'w').write({!r})"
     for code, reward in (
         ("print(sum(map(int, input().split())))", 1.0),
+        ("from helper import is_right; print(5 if is_right(2) else 6)", 1.0),  # a module beside it
         ("print(6)", 0.0),
         ("import os; open('reward.json', 'w').write('1')", 0.0),
     ):
@@ -580,6 +614,22 @@ async def test_programs_of_the_agent_have_the_limits_of_its_verifier(project: Pa
     check = f"import os, subprocess, sys; subprocess.run([os.environ['INSITU_ISOLATED'], *{PYTHON}, {SOCKETS!r}])"
     with pytest.raises(WorkflowError, match=r"exceeded limits.sockets: 500"):
         await outcome(project, server, "", verify=verify(check), limits={"sockets": 500})
+
+
+async def test_an_agent_cannot_keep_its_sockets_from_being_counted(project: Path, server: FakeOpenAI) -> None:
+    """Its sandbox need not run for that, which an agent can leave without processor time."""
+    os.mkfifo(project / "stop")
+    code, agent_file = f"open({str(project / 'stop')!r}).read()\n{SOCKETS}", [str(project / "agent.py")]
+    block: dict[str, Any] = {"limits": {"sockets": 500}, "workspace": {"copy": "task", "readable": ["stop"]}}
+    async with agent(project, server, code, timeout=60, **block) as workflow:
+        running = asyncio.create_task(episode(workflow))
+        with await asyncio.to_thread(open, project / "stop", "w"):  # it is there
+            running_now = commands_below(psutil.Process()).items()
+            sandbox = next(each for each, command in running_now if command == [sys.executable, *agent_file]).parent()
+            assert sandbox is not None
+            sandbox.suspend()
+        with pytest.raises(WorkflowError, match=r"exceeded limits.sockets: 500"):
+            await running
 
 
 async def test_a_system_that_confines_no_program_again_is_found_first(
@@ -748,7 +798,9 @@ async def test_an_agent_does_not_speak_to_the_terminal(project: Path, server: Fa
 async def test_what_is_kept_is_the_agents_work_and_nothing_else(tested: Path, server: FakeOpenAI) -> None:
     plant = "import os, socket; os.makedirs('sub/.git/hooks'); os.mkfifo('fifo')\n"
     plant += "socket.socket(socket.AF_UNIX).bind('socket'); os.symlink('/', 'root')\n"
-    plant += "os.makedirs('sub/bare/objects'); open('sub/bare/HEAD', 'w')\n"
+    plant += (
+        "os.makedirs('sub/.hg'); os.mkdir('sub/bare'); [open(f'sub/bare/{n}', 'w') for n in ('HEAD', 'commondir')]\n"
+    )
     nested = "for _ in range(300): os.mkdir('nested'); os.chdir('nested')\n"
     block: dict[str, Any] = {"verify": ["sh", "-c", "exit 126"], "verify_files": "checks"}
     for code, whole in ((f"{plant}{nested}raise SystemExit(3)", True), (plant, False)):
@@ -757,7 +809,7 @@ async def test_what_is_kept_is_the_agents_work_and_nothing_else(tested: Path, se
         kept = Path(str(raised.value).rpartition("its workspace is ")[2].rstrip(")"))
         names = {*os.listdir(tested / "task"), "nested", "sub"} - {".git"} if whole else {"solution.py"}
         assert set(os.listdir(kept)) == names
-        assert not whole or not os.listdir(kept / "sub")
+        assert not whole or [os.listdir(kept / name) for name in ("sub", "sub/bare")] == [["bare"], ["commondir"]]
         assert "collect_ignore_glob" in (kept.parent / "conftest.py").read_text()
 
 
@@ -834,6 +886,25 @@ async def test_a_cancelled_agent_ends_with_all_that_it_has_started(
         await until(lambda: not alive(marker), 0.1)
         await until(lambda: [path.name for path in leftovers(project)[0].iterdir() if path.name.startswith("r-")] == [])
     assert not leftovers(project)
+
+
+async def test_nothing_is_left_of_an_episode_that_is_cancelled_more_than_once(
+    project: Path, server: FakeOpenAI
+) -> None:
+    """While no thread is free."""
+    marker, held = f"twice-{os.getpid()}", threading.Event()
+    async with agent(project, server, DAEMON.format(marker=marker) + "signal.pause()") as workflow:
+        running = asyncio.create_task(episode(workflow))
+        await until(lambda: bool(alive(marker)), 0.1)
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        holding = asyncio.create_task(asyncio.to_thread(held.wait))
+        while not running.done():
+            running.cancel()
+            await turns()
+        held.set()
+        await holding
+        await until(lambda: [path.name for path in leftovers(project)[0].iterdir() if path.name.startswith("r-")] == [])
+    assert not alive(marker)
 
 
 FORKS = """
@@ -1013,12 +1084,6 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as queue:
     attempt('queue', lambda: queue.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) != size or 1 / 0)
 with open('/run/source/number.txt') as file:
     attempt('lease', lambda: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK))
-for which, who in ((os.PRIO_PROCESS, 1), (os.PRIO_USER, 0), (os.PRIO_PGRP, 0)):
-    attempt('priority', lambda: os.setpriority(which, who, 19))
-attempt('scheduling', lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)))
-attempt('parameters', lambda: os.sched_setparam(1, os.sched_param(0)))
-os.nice(1)
-os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 attempt('score', lambda: open('/proc/self/oom_score_adj', 'w').write('0'))
 sent = []
 def flood():
@@ -1072,6 +1137,16 @@ async def test_which_workspaces_are_kept(project: Path, server: FakeOpenAI) -> N
         await outcome(project, server, fails, workspace={"copy": "task", "max_kept": 2})
     assert "workspace is" not in str(raised.value)  # there are enough
     assert [path.read_text() for path in kept.glob("*/number.txt")] == ["2", "2"]
+
+
+async def test_an_episode_that_cannot_be_kept_has_its_own_error(
+    project: Path, server: FakeOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    (project / "out").mkdir()
+    (project / "out/workspaces").touch()
+    with pytest.raises(WorkflowError, match="ended with exit code 3"):
+        await outcome(project, server, f"{FIX}; raise SystemExit(3)")
+    assert "cannot be kept" in caplog.text
 
 
 def start_python(script: str, folder: Path) -> subprocess.Popen[bytes]:
@@ -1128,6 +1203,9 @@ asyncio.run(main())
         ({"workspace": {"copy": "task", "result": ["../x"]}}, "result has '../x'; allowed: paths in the workspace"),
         ({"workspace": {"copy": "task", "result": [".git/config"]}}, ".git is never taken from an agent"),
         ({"limits": {"memory": "much"}}, "memory"),
+        ({"limits": {"memory": 2**64}}, "limits.memory"),
+        ({"limits": {"processes": 10**7}}, "limits.processes"),
+        ({"limits": {"files": 10**30}}, "limits.files"),
         ({"limits": {"folders": 3}}, "folders"),
     ],
 )
@@ -1136,8 +1214,8 @@ async def test_a_wrong_block_is_told(project: Path, server: FakeOpenAI, block: d
         await outcome(project, server, "", **block)
 
 
-def build_without_namespaces(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Builds the workflow of a folder where the kernel allows no further user namespaces."""
+def play_under(limit: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Plays an episode of the workflow of a folder, started by a command."""
     script = """
 import asyncio
 from pathlib import Path
@@ -1149,9 +1227,15 @@ async def main():
         print(await (await builder.get_workflow()).ainvoke("hi"))
 asyncio.run(main())
 """
-    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" "$@"'
-    command = ["unshare", "-Ur", "sh", "-c", forbid, sys.executable, "-c", script]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return subprocess.run([*limit, sys.executable, "-c", script], cwd=folder, capture_output=True, text=True)
+
+
+async def test_files_may_be_limited_already(project: Path, server: FakeOpenAI) -> None:
+    """As administrators do, below `limits.folder_size`."""
+    async with agent(project, server, FIX, verify=FIXED):
+        pass
+    done = play_under(["sh", "-c", 'ulimit -f 1000000 && exec "$0" "$@"'], project)
+    assert done.stdout.startswith("{'answer': 'done', 'reward': 1.0"), done.stderr
 
 
 @pytest.mark.slow
@@ -1159,7 +1243,8 @@ asyncio.run(main())
 async def test_a_kernel_that_confines_nothing_is_named(project: Path, server: FakeOpenAI, network: str) -> None:
     async with agent(project, server, FIX, network=network, verify=FIXED):
         pass
-    done = build_without_namespaces(project)
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" "$@"'
+    done = play_under(["unshare", "-Ur", "sh", "-c", forbid], project)
     if network == "host":
         assert done.stdout.startswith("{'answer': 'done', 'reward': 1.0")
         return

@@ -1,4 +1,4 @@
-"""A program that understands what is used of `docker run`, `exec` and `build`, and runs commands in namespaces.
+"""A program that understands what is used of `docker run`, `exec`, `rm` and `build`, and runs commands in namespaces.
 
 An image is a folder below $FAKE_IMAGES with the files that a container has in /app; a container sees the system's
 folders but /tmp, the Python environment $FAKE_PYTHON, and its mounts. Its first process is the first of a process
@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from processes import wait_until
@@ -33,7 +34,7 @@ for each in $MOUNTS; do
     mkdir -p "$NEW$to"; mount --bind "$from" "$NEW$to"
     case "$rest" in *:ro) mount -o remount,bind,ro "$NEW$to";; esac
 done
-exec env -i PATH="$PATH" HOME=/root $VARIABLES chroot "$NEW" sh -c 'cd /app && exec "$@"' sh "$@"
+exec env -i PATH="$PATH" HOME=/root $VARIABLES chroot "$NEW" /bin/sh -c 'cd /app && exec "$@"' sh "$@"
 """
 
 
@@ -54,8 +55,19 @@ def execute(arguments: list[str]) -> int:
     wait_until(place.exists)  # its first process is quicker than `run`
     pid, variables = place.read_text().split("\n", 1)
     inside = ["--user", "--mount", "--pid", "--root", "--wd"]
-    command = f'exec env -i PATH="$PATH" HOME=/root {variables} sh -c \'cd /app && exec "$@"\' sh "$@"'
+    command = f'exec env -i PATH="$PATH" HOME=/root {variables} /bin/sh -c \'cd /app && exec "$@"\' sh "$@"'
     return subprocess.call(["nsenter", "--target", pid, *inside, "sh", "-c", command, "sh", *arguments[2:]])
+
+
+def remove(arguments: list[str]) -> int:
+    """`-f NAME`, whatever the container does."""
+    place = images / "running" / arguments[1]
+    with suppress(OSError):
+        pid = place.read_text().split()[0]
+        if " 1\n" in Path(f"/proc/{pid}/status").read_text().replace("\t", " ").partition("NSpid:")[2]:
+            os.kill(int(pid), signal.SIGKILL)
+            wait_until(lambda: not os.path.exists(f"/proc/{pid}"))
+    return 0
 
 
 def run(arguments: list[str]) -> int:
@@ -97,4 +109,4 @@ def run(arguments: list[str]) -> int:
 
 
 images = Path(os.environ["FAKE_IMAGES"])
-sys.exit({"build": build, "exec": execute, "run": run}[sys.argv[1]](sys.argv[2:]))
+sys.exit({"build": build, "exec": execute, "rm": remove, "run": run}[sys.argv[1]](sys.argv[2:]))

@@ -45,22 +45,14 @@ class _SystemCalls(NamedTuple):
     socketpair: int
     setsockopt: int
     fcntl: int
-    setpriority: int
-    scheduling: tuple[int, ...]
-    """sched_setparam, sched_setscheduler, sched_setattr. A program sets its own priority alone: the sandbox needs its
-    time to count what no control group has."""
     refused: tuple[int, ...]
     """Keys, eBPF, perf, page faults; asynchronous I/O, whose contexts are counted for the machine as a whole; and
     io_uring (425 to 427), which no filter can look into."""
 
 
 _SYSTEM_CALLS = {
-    "x86_64": _SystemCalls(
-        *(0xC000003E, 41, 53, 54, 72, 141, (142, 144, 314), (248, 249, 250, 321, 298, 323, 206, 425, 426, 427))
-    ),
-    "aarch64": _SystemCalls(
-        *(0xC00000B7, 198, 199, 208, 25, 140, (118, 119, 274), (217, 218, 219, 280, 241, 282, 0, 425, 426, 427))
-    ),
+    "x86_64": _SystemCalls(0xC000003E, 41, 53, 54, 72, (248, 249, 250, 321, 298, 323, 206, 425, 426, 427)),
+    "aarch64": _SystemCalls(0xC00000B7, 198, 199, 208, 25, (217, 218, 219, 280, 241, 282, 0, 425, 426, 427)),
 }
 
 
@@ -176,10 +168,6 @@ def system_call_filter() -> bytes:
     rows += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), missing]  # the numbers of x32
     for number in calls.refused:
         rows += [(equal, 0, 1, number), deny]
-    for number in calls.scheduling:
-        rows += [(equal, 0, 4, number), (load, 0, 0, 16), (equal, 0, 1, 0), allow, deny]
-    rows += [(equal, 0, 6, calls.setpriority), (load, 0, 0, 16), (equal, 0, 3, 0), (load, 0, 0, 24), (equal, 0, 1, 0)]
-    rows += [allow, deny]
     rows += [(equal, 0, 4, calls.fcntl), (load, 0, 0, 24), (equal, 0, 1, _SET_LEASE), deny, allow]
     rows += [(equal, 0, 6, calls.setsockopt), (load, 0, 0, 24), (equal, 0, 3, _SOCKET_LEVEL)]
     rows += [(load, 0, 0, 32), (equal, 0, 1, _RECEIVE_BUFFER), ignore, allow]

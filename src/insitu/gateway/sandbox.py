@@ -3,10 +3,10 @@
     python -I -S sandbox.py '{"control": 5, "work": "/tmp/work", ...}' PROGRAM ARGUMENT...
 
 `workspaces` starts it by its path, within bubblewrap or without, and it imports only the standard library. `control` is
-the descriptor of a socket: a message with a listening socket, for the gateway, goes out first, and one JSON object
-last: `exit` (code or negative signal) and `exceeds` (a limit of what is sent, or null), or `refused` (why nothing was
-run). The program is killed when a message comes in, or when the other end is closed. What reads from it trusts nothing
-of it: the program may have taken its place.
+the descriptor of a socket: a message with descriptors of /proc and of a listening socket for the gateway, if one is
+wanted, goes out first, and one JSON object last: `exit` (code or negative signal) and `exceeds` (a limit of what is
+sent, or null), or `refused` (why nothing was run). The program is killed when a message comes in, or when the other
+end is closed. What reads from it trusts nothing of it: the program may have taken its place.
 """
 
 import ctypes
@@ -33,22 +33,27 @@ _BYTES_PER_FILE = 2048
 """What the archive has for each file, besides its content."""
 _DEEPEST = 200
 """Levels of folders that are sent."""
+_LONGEST = 3500
+"""Bytes of a path that is sent: the kernel takes 4096, with a name that is added and the folder around."""
 _RUNNERS: set[str] = set()
 """What decides how tests run, with any suffix after these names, in lower case: judged as the project has it."""
-_IMPORTED = ("pyc", "pyo", "pth", "dist-info", "egg-info", "egg-link")
-"""Suffixes of files that Python or pytest loads without an import, such as plugins of an installed package."""
+_LOADED = ("pyc", "pyo", "pth", "dist-info", "egg-info", "egg-link", "snap")
+"""Suffixes of files that Python or pytest loads without an import, such as plugins of an installed package, and of
+what tests compare with."""
 _ISOLATED = """#!/bin/sh
 [ "$(stat -L -c %d:%i -)" != {0.st_dev}:{0.st_ino} ] || exec </dev/null
+unset PYTHONSAFEPATH
 exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-
 exec {1} --chdir "$PWD" -- "$@"
 """
-"""What runs a program apart from the verifier, whose standard input has the row, and with it the answer."""
+"""What runs a program apart from the verifier, whose standard input has the row, and with it the answer; Python then
+finds modules beside a script, as it does for the agent."""
 
 
 def _sets_up_tests(name: str) -> bool:
     name = name.lower()
     starts = accumulate(name.split("."), "{}.{}".format)
-    return not _RUNNERS.isdisjoint(starts) or name == "__pycache__" or name.rpartition(".")[2] in _IMPORTED
+    return not _RUNNERS.isdisjoint(starts) or name == "__pycache__" or name.rpartition(".")[2] in _LOADED
 
 
 def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | None, most_files: int) -> None:
@@ -64,8 +69,10 @@ def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | N
         files, taken = files + 1, taken + entry.size
         if files > most_files or taken > (most_bytes or taken):
             raise OverflowError("files" if files > most_files else "folder_size")
-        is_readable = entry.issym() or os.access(os.path.join(work, entry.name), os.R_OK)
-        if entry.isdev() or not is_readable or entry.name.count("/") > _DEEPEST:
+        access = os.R_OK | os.X_OK if entry.isdir() else os.R_OK
+        is_readable = entry.issym() or os.access(os.path.join(work, entry.name), access)
+        is_far = entry.name.count("/") > _DEEPEST or len(os.fsencode(entry.name)) > _LONGEST
+        if entry.isdev() or not is_readable or is_far:
             return None
         entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
         return entry
@@ -78,13 +85,8 @@ def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | N
 
 def _outermost(paths: Sequence[str]) -> list[str]:
     """Normal paths, each once, without those that lie in another one."""
-    return [path for path in dict.fromkeys(paths) if all(_below(path, each) is None for each in paths)]
-
-
-def _below(path: str, folder: str) -> list[str] | None:
-    """The parts of a path below a folder; None if it does not lie in it."""
-    start = "" if folder == "." else f"{folder}/"
-    return path[len(start) :].split("/") if path.startswith(start) and path not in (".", folder) else None
+    outer = {each: "" if each == "." else f"{each}/" for each in paths}
+    return [path for path in outer if not any(path.startswith(outer[each]) for each in outer if each != path)]
 
 
 def _is_inside(path: str, folder: str) -> bool:
@@ -129,24 +131,12 @@ def unpack(archive: IO[bytes], folder: str, most_bytes: int | None, most_files: 
 
 def lay(left: str, work: str, paths: Sequence[str]) -> None:
     """Makes paths of `work` as they are in `left`, but not what decides how tests run, unless a path names it."""
-    for path in sorted(dict.fromkeys(paths), key=_depth):
-        if any(_brings(each, path) for each in paths):
-            continue
+    for path in sorted(paths, reverse=True):  # what is in a folder before it: the agent may have left a file there
         target = os.path.join(work, path)
         if not _is_inside(os.path.dirname(target), work) or not _is_inside(os.path.dirname(f"{left}/{path}"), left):
             raise ValueError(f"a link leads elsewhere: {path}")
         os.makedirs(os.path.dirname(target), exist_ok=True)
         _make_alike(os.path.join(left, path), target, path == ".")
-
-
-def _depth(path: str) -> int:
-    return path.count("/") + (path != ".")
-
-
-def _brings(folder: str, path: str) -> bool:
-    """Whether a path comes with a folder."""
-    parts = _below(path, folder)
-    return parts is not None and not any(map(_sets_up_tests, parts)) and path != "__init__.py"
 
 
 def _make_alike(source: str, target: str, is_root: bool = False) -> None:
@@ -164,7 +154,7 @@ def _make_alike(source: str, target: str, is_root: bool = False) -> None:
     else:
         _remove(target)
         if os.path.exists(source):
-            os.rename(source, target)
+            os.link(source, target)  # further paths may name it, too
 
 
 def _remove(path: str) -> None:
@@ -225,7 +215,7 @@ def _lay_files(files: str, work: str, source: str) -> None:
 
 
 def _limit(limits: dict[str, float]) -> None:
-    """Limits this process, which is about to become the program."""
+    """Limits this process, as far as it may raise its limits."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         most = resource.getrlimit(kind)[1]
@@ -238,17 +228,12 @@ def _send(control: socket.socket, **message: Any) -> None:
         control.send(json.dumps(message).encode())
 
 
-def _wait(child: int, control: socket.socket, most_sockets: int | None) -> int | None:
-    """The exit code of the program, which is killed by a message; None if nobody waits for it.
-
-    Raises OverflowError if there are too many sockets: no control group has what their queues hold.
-    """
+def _wait(child: int, control: socket.socket) -> int | None:
+    """The exit code of the program, which is killed by a message; None if nobody waits for it."""
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(control, select.POLLIN)
     while True:
-        if most_sockets is not None and _count_sockets() > most_sockets:
-            raise OverflowError("sockets")
         if control.fileno() in [descriptor for descriptor, _ in poll.poll(200)]:
             if not control.recv(16):
                 return None
@@ -258,20 +243,6 @@ def _wait(child: int, control: socket.socket, most_sockets: int | None) -> int |
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # also orphans
                 if ended[0] == child:
                     return os.waitstatus_to_exitcode(ended[1])
-
-
-def _count_sockets() -> int:
-    """The number of open sockets in this network namespace, and those of programs that a verifier runs apart."""
-    counts = dict[int, int]()
-    for pid in ("self", *filter(str.isdigit, os.listdir("/proc"))):
-        try:
-            if (space := os.stat(f"/proc/{pid}/ns/net").st_ino) not in counts:
-                with open(f"/proc/{pid}/net/sockstat") as file:
-                    counts[space] = int(file.readline().split()[2])
-        except OSError:  # it has ended, or is in ours and not to be traced
-            if pid == "self":
-                raise
-    return sum(counts.values())
 
 
 def _kill_all() -> None:
@@ -292,14 +263,18 @@ def main() -> None:
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
     _RUNNERS.update(settings.get("runners", ()))
     control = socket.socket(fileno=settings["control"])
-    if (port := settings.get("port")) is not None:
-        with socket.create_server(("127.0.0.1", port), backlog=1024) as listener:
-            socket.send_fds(control, [b"listener"], [listener.fileno()])
+    if settings["isolated"]:
+        sent = [os.open("/proc", os.O_RDONLY)]
+        if (port := settings.get("port")) is not None:
+            sent.append(socket.create_server(("127.0.0.1", port), backlog=1024).detach())
+        socket.send_fds(control, [b"{}"], sent)
+        for descriptor in sent:
+            os.close(descriptor)
     for option, value in ((_DUMPABLE, 0), (_SUBREAPER, 1)):  # no program that it runs may trace it
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
     if settings["most_bytes"] is not None:  # also of what is sent
         most = settings["most_bytes"] + _BYTES_PER_FILE * settings["most_files"]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        _limit({"FSIZE": most})
     problem = "its folder cannot be filled"
     try:
         _fill(settings)
@@ -311,11 +286,9 @@ def main() -> None:
         return
     for stream in (0, 1):  # the program's alone: its input and output end with it
         os.close(stream)
-    code: int | None = -signal.SIGKILL
-    exceeds = None
+    code, exceeds = _wait(program.pid, control), None
+    _kill_all()
     try:
-        code = _wait(program.pid, control, settings["sockets"])
-        _kill_all()
         with open(settings["output"], "wb") as output:
             paths = settings.get("leaves" if code == 0 else "fails", ())
             pack(settings["work"], paths, output, settings["most_bytes"], settings["most_files"])

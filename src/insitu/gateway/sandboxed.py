@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ _LOOK_SECONDS = 0.2
 _SENDING_SECONDS = 10.0
 """How long a program that was stopped may take to end, and its sandbox to send what it has left."""
 _MAX_MESSAGES = 4
-"""A sandbox sends two: its listening socket, and how its program has ended."""
+"""A sandbox sends two: its descriptors, and how its program has ended."""
 _JOIN = """
 echo 1000 > /proc/self/oom_score_adj
 while [ "$1" != -- ]; do echo 0 > "$1" || exit 1; shift; done
@@ -41,11 +42,6 @@ shift
 exec "$@"
 """
 """Enters control groups and becomes a command. If the machine's memory ends, an episode is killed, nothing else."""
-
-
-def _half_of_memory() -> int | None:
-    memory = machine_memory()
-    return None if memory is None else memory.total // 2
 
 
 @dataclass
@@ -82,8 +78,10 @@ class Sandboxed:
         self._place, self.command, self._folder = place, command, folder
         self.wants, self._named = wants, named
         self.report: dict[str, Any] = {}
-        self.met: list[str] = []
-        """The limits that it has met; `timeout`, if it took too long."""
+        self._descriptors: list[int] = []
+        """Of the sandbox's /proc and of its listening socket, while they are needed."""
+        self.met: str | None = None
+        """The limit that it has met first; `timeout`, if it took too long."""
 
     async def run(
         self, left: Path, stdin: bytes, env: dict[str, str], time_limit: float | None, **options: Any
@@ -103,20 +101,21 @@ class Sandboxed:
                 async with self._watched(ours, group, time_limit):
                     options |= {"cwd": self._folder, "env": env, "pass_fds": descriptors, "name": name}
                     program = await run_program(command, stdin, time_limit=None, **options)
-                while (late := self._receive(ours)) is not None:
-                    late.close()
-            if group is not None and not self.met:
-                self.met += filter(None, [group.exceeded(limits.cpu_seconds)])
-        finally:
+                self._receive(ours)
             if group is not None:
-                await asyncio.to_thread(group.remove)
-        if self.report.get("exceeds") in ("files", "folder_size", "sockets"):
-            self.met.append(self.report["exceeds"])
+                self.met = self.met or group.exceeded(limits.cpu_seconds)
+        finally:
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+            if group is not None:
+                await asyncio.shield(asyncio.to_thread(group.remove))
+        if self.report.get("exceeds") in ("files", "folder_size"):
+            self.met = self.met or self.report["exceeds"]
             os.truncate(left, 0)  # it is a part
-        if self.met[:1] == ["timeout"]:
+        if self.met == "timeout":
             raise EpisodeTimeout(f"{name} did not finish within timeout: {time_limit:g} s")
-        if self.met:
-            raise WorkflowError(f"{name} exceeded limits.{self.met[0]}: {getattr(limits, self.met[0])}")
+        if self.met is not None:
+            raise WorkflowError(f"{name} exceeded limits.{self.met}: {getattr(limits, self.met)}")
         if "refused" in self.report:
             hint = f"\n({HINT})" if place.isolated else ""
             raise WorkflowError(f"workflow command {self.report['refused']!s:.500}{hint}")
@@ -143,7 +142,7 @@ class Sandboxed:
         installed = filter(os.path.isdir, self._named)
         visible = {*place.visible, *with_targets(searched(env, place.apart)), *installed}
         named = {each for each in self._named if not is_in(each, (*SYSTEM, *visible, *place.hidden))}
-        size = limits.folder_size or _half_of_memory()
+        size = limits.folder_size or ((memory := machine_memory()) and memory.total // 2)
         settings = {
             **self.wants,
             **seen,
@@ -153,7 +152,7 @@ class Sandboxed:
             "work": WORK if inside else str(self._folder / "work"),
             "most_bytes": size,
             "most_files": limits.files,
-            "sockets": limits.sockets if inside else None,
+            "isolated": inside,
             "limits": {name: value for name, value in rlimits.items() if value is not None},
             "runners": _RUNNERS if "left" in outside else [],
         }
@@ -166,45 +165,47 @@ class Sandboxed:
         joining = ["/bin/sh", "-c", _JOIN, "sh", *([] if group is None else group.entrances), "--"]
         return [*joining, *confining, _PYTHON, "-I", "-S", seen["sandbox"], json.dumps(settings), *self.command]
 
-    def _receive(self, control: socket.socket) -> socket.socket | None:
-        """Reads what it says now; gives the listening socket, if it sends it."""
+    def _receive(self, control: socket.socket) -> None:
+        """Reads what it says now."""
         with suppress(OSError, ValueError, RecursionError):
             for _ in range(_MAX_MESSAGES):
-                message, descriptors, _, _ = socket.recv_fds(control, 2**12, 1)
-                if descriptors:
-                    return socket.socket(fileno=descriptors[0])
+                message, descriptors, _, _ = socket.recv_fds(control, 2**12, 2)
+                self._descriptors += descriptors
                 if not message or self.report:
                     break
                 said = json.loads(message)
                 self.report = said if isinstance(said, dict) else {}
-        return None
 
     @asynccontextmanager
     async def _watched(
         self, control: socket.socket, group: Cgroup | None, time_limit: float | None
     ) -> AsyncIterator[None]:
-        """Lets the gateway serve at the first socket that the sandbox sends, and stops the program at a limit."""
-        loop, cpu_seconds = asyncio.get_running_loop(), self._place.limits.cpu_seconds
+        """Lets the gateway serve at the socket that the sandbox sends, and stops the program at a limit."""
+        loop, limits = asyncio.get_running_loop(), self._place.limits
         deadline = float("inf") if time_limit is None else loop.time() + time_limit
 
         async def look() -> None:
-            while not self.met:
+            while self.met is None:
                 await asyncio.sleep(min(_LOOK_SECONDS, max(0.0, deadline - loop.time())))
-                limit = "timeout" if loop.time() >= deadline else group and group.exceeded(cpu_seconds)
-                self.met += [limit] if limit else []
+                if self._descriptors and self._count_sockets() > limits.sockets:
+                    self.met = "sockets"
+                else:
+                    self.met = "timeout" if loop.time() >= deadline else group and group.exceeded(limits.cpu_seconds)
             with suppress(OSError):
                 control.send(b"stop")
-            timer.reschedule(loop.time() + _SENDING_SECONDS)
+            timer.reschedule(loop.time() + (0 if self.met == "sockets" else _SENDING_SECONDS))
 
         def receive() -> None:
             loop.remove_reader(control)
-            if (listener := self._receive(control)) is not None:
+            self._receive(control)
+            if self._descriptors[1:]:
+                listener = socket.socket(fileno=self._descriptors.pop())
                 tasks.append(asyncio.create_task(self._serve(listener), name="serve a sandbox"))
                 tasks[-1].add_done_callback(lambda _: listener.close())  # also if it is cancelled before it begins
 
         tasks = [asyncio.create_task(look(), name="watch the limits of a sandbox")]
         control.setblocking(False)
-        if self.wants.get("port") is not None:
+        if self._place.isolated:
             loop.add_reader(control, receive)
         try:
             async with asyncio.timeout(None) as timer:
@@ -215,6 +216,18 @@ class Sandboxed:
         finally:
             loop.remove_reader(control)
             await end_tasks(*tasks)
+
+    def _count_sockets(self) -> int:
+        """The number of open sockets in its network namespace, and in those of programs that a verifier runs apart.
+
+        No control group has what their queues hold.
+        """
+        counts = dict[int, int]()
+        for place in glob(f"/proc/self/fd/{self._descriptors[0]}/{'[0-9]*' if 'left' in self.wants else 1}"):
+            with suppress(OSError):  # it has ended
+                if (space := os.stat(f"{place}/ns/net").st_ino) not in counts:
+                    counts[space] = int(Path(f"{place}/net/sockstat").read_text().split()[2])
+        return sum(counts.values())
 
     async def _serve(self, listener: socket.socket) -> None:
         async with self._place.gateway.serving(listener):  # which closes it

@@ -20,7 +20,7 @@ _PROGRAMS = ("bin", "sbin", "shims", ".bin", "condabin")
 """Names of folders of programs, which belong to the installation around them."""
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
 """Variables that inherited_environment passes on; clients fail if they do not find these files."""
-_REPOSITORIES = (".git", ".hg", ".svn", ".jj", ".dvc")
+REPOSITORIES = (".git", ".hg", ".svn", ".jj", ".dvc")
 
 
 def misses_file(said: str) -> bool:
@@ -117,4 +117,4 @@ def with_targets(paths: Iterable[Path]) -> set[Path]:
 
 def repositories(folder: Path) -> Iterator[Path]:
     """Where the repositories that a folder is in have their history, and with it all files that were in it."""
-    return (place / name for place in (folder, *folder.parents) for name in _REPOSITORIES)
+    return (place / name for place in (folder, *folder.parents) for name in REPOSITORIES)

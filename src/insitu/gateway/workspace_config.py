@@ -13,6 +13,8 @@ from insitu.schemas.components import Block
 
 _SCRIPTS = {".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl"}
 """Suffixes of what a program runs, not writes."""
+_MOST_BYTES = 10**18
+"""What every kernel takes for a limit."""
 
 
 def find_folder(find: Callable[[str, str], Path], path: str, key: str) -> Path:
@@ -61,19 +63,19 @@ class WorkspaceConfig(Block):
 class Limits(Block):
     """What the processes of an episode may use together, and each of its files; also those of its verifier."""
 
-    processes: int = Field(default=512, ge=1)
+    processes: int = Field(default=512, ge=1, le=4_000_000)
     """Number of processes and threads."""
-    memory: ByteSize | None = ByteSize(4 * 2**30)
+    memory: ByteSize | None = Field(default=ByteSize(4 * 2**30), le=_MOST_BYTES)
     """Bytes of memory, such as `4GiB`, with those of the workspace, which is in memory; none: no limit."""
-    folder_size: ByteSize | None = ByteSize(4 * 2**30)
+    folder_size: ByteSize | None = Field(default=ByteSize(4 * 2**30), le=_MOST_BYTES)
     """Bytes that the workspace and temporary files take, with `network: model`; none: half of the machine's memory."""
-    files: int = Field(default=100_000, ge=1)
+    files: int = Field(default=100_000, ge=1, le=10**9)
     """Number of files that `result` or a kept workspace has."""
-    file_size: ByteSize | None = ByteSize(2**30)
+    file_size: ByteSize | None = Field(default=ByteSize(2**30), le=_MOST_BYTES)
     """Largest file, in bytes; none: no limit."""
     sockets: int = Field(default=4096, ge=1)
     """Number of sockets, with `network: model`; a connection between two of its processes has two."""
-    cpu_seconds: float | None = Field(default=None, gt=0)
+    cpu_seconds: float | None = Field(default=None, gt=0, le=10**9)
     """Seconds of processor time; none: no limit. `timeout` is that of the clock."""
 
 

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from glob import escape
+from itertools import product
 from pathlib import Path, PurePath
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
@@ -32,6 +33,7 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.templates import filled_text
 from insitu.gateway.visible import (
     PRIVATE,
+    REPOSITORIES,
     VERIFIER_HINT,
     has_any,
     misses_file,
@@ -142,7 +144,7 @@ class Workspaces:
                     f"{key}: agents would see results in {folder}, which has {inside[0]}; choose another folder"
                 )
             yield from (folder, folder / _KEPT, *folder.parent.glob(f"{escape(folder.name)}.*"))
-        for place in self._local_repositories() if self.settings.git is not None else ():
+        for place in self.local_repositories() if self.settings.git is not None else ():
             private.append(place)
             yield from [place] if (place / "objects").is_dir() else []
         yield from (path for folder in private for path in repositories(folder))
@@ -173,7 +175,7 @@ class Workspaces:
         local = self._config.folder / (url := place + slash + name)
         return str(local.resolve()) if local.exists() else url, revision or "HEAD"
 
-    def _local_repositories(self) -> list[Path]:
+    def local_repositories(self) -> list[Path]:
         """Where Git finds the repository if it is on this machine."""
         url = self._repository()[0]
         path = unquote(urlsplit(url).path) if url.startswith("file://") else url
@@ -217,7 +219,7 @@ class Workspaces:
             if keep == "all":
                 await asyncio.to_thread(self._keep, folder)
         finally:
-            await asyncio.to_thread(remove, folder)
+            await asyncio.shield(asyncio.to_thread(remove, folder))  # also if it is cancelled once more
 
     def path(self, template: str, values: dict[str, Any], key: str) -> str:
         """A path of the file with the values of a row. Raises WorkflowError if they lead to another folder."""
@@ -227,7 +229,11 @@ class Workspaces:
                 raise WorkflowError(f"{key}: row {values['row_id']!r}: {value!r:.100} would lead to another folder")
             return value
 
-        return filled_text(template, values, f"workflow.{key}", part)
+        filled = filled_text(template, values, f"workflow.{key}", part)
+        parts, least = (len(PurePath(text.strip("/")).parts) for text in (filled, template))
+        if parts < least:  # a value is empty
+            raise WorkflowError(f"{key}: row {values['row_id']!r}: {filled!r:.100} would lead to another folder")
+        return filled
 
     def folder(self, template: str, values: dict[str, Any], key: str) -> Path:
         """As `path`, a folder. Raises ConfigError if it does not exist."""
@@ -237,22 +243,23 @@ class Workspaces:
     def _keep(self, folder: Path) -> Path | None:
         """Unpacks what an agent has left to the run's directory; None if there is nothing, or enough is there."""
         copy, left, limits = self.run_dir / _KEPT / folder.name, folder / "left", self.keys.limits
-        if not left.exists() or not left.stat().st_size:
-            return None
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if sum(each.is_dir() for each in copy.parent.iterdir()) >= self.settings.max_kept:
-            return None
         try:
+            if not left.exists() or not left.stat().st_size:
+                return None
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if sum(each.is_dir() for each in copy.parent.iterdir()) >= self.settings.max_kept:
+                return None
             copy.mkdir()
             with left.open("rb") as archive:
                 unpack(archive, str(copy), limits.folder_size, limits.files, links=False)
-            bare = [head.parent for head in copy.rglob("HEAD") if (head.parent / "objects").is_dir()]
-            for git in [*copy.rglob(".git"), *bare]:  # its configuration names programs, and it is the agent's
-                remove(git)
+            # The configuration of a repository names programs, and it is the agent's. Git needs HEAD to find one.
+            for path in [path for name in ("HEAD", *REPOSITORIES) for path in copy.rglob(name)]:
+                remove(path)
             (copy.parent / "conftest.py").write_text('collect_ignore_glob = ["*"]  # what agents have left\n')
         except (OSError, ValueError, RecursionError, tarfile.TarError) as error:
             logger.warning("the workspace %s cannot be kept: %s", folder.name, error)
-            remove(copy)
+            if copy.exists():
+                remove(copy)
             return None
         return copy
 
@@ -261,16 +268,18 @@ class Workspace:
     """The folder of one episode."""
 
     def __init__(self, workspaces: Workspaces, folder: Path, values: dict[str, Any], source: Path | None) -> None:
-        self._all, self._folder, self._values = workspaces, folder, values
+        self._all, self._folder = workspaces, folder
         self._left = folder / "left"
         self._source, result = source or workspaces.root / "repository", workspaces.settings.result or []
         hidden = [*workspaces.place.hidden] if workspaces.place.isolated else []
         self._result = [os.path.normpath(workspaces.path(path, values, "workspace.result")) for path in result]
         verify = workspaces.keys.verify_files
         self._verify_files = None if verify is None else workspaces.folder(verify, values, "verify_files")
-        for path in (*hidden, *filter(None, [self._verify_files])):
-            if source and path.is_relative_to(self._source) and path.exists():
-                raise ConfigError(f"workflow.workspace.copy: {self._source} has {path}, which agents must not see")
+        key, places = ("copy", [source]) if source else ("git", workspaces.local_repositories())
+        history = () if source else [path for place in places for path in (place, place / ".git")]
+        for place, path in product(places, {*hidden, *filter(None, [self._verify_files])}.difference(history)):
+            if path.is_relative_to(place) and (self._source / path.relative_to(place)).exists():
+                raise ConfigError(f"workflow.workspace.{key}: {place} has {path}, which agents must not see")
         if not workspaces.place.isolated:
             self._check_verifier(workspaces.keys.verify or [])
         files = self._verify_files

@@ -196,7 +196,7 @@ async def test_tests_write_rewards(
 @pytest.mark.parametrize(
     ("test", "message"),
     slow_but_at(
-        (0, 4, 7),
+        (0, 4, 10),
         [
             ("echo no reward >&2; exit 3", "tests/test.sh ended with exit code 3 without a reward.json .*: no reward"),
             ("true", "tests/test.sh ended without a reward.json or reward.txt"),
@@ -209,8 +209,9 @@ async def test_tests_write_rewards(
                 'echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json',
                 "the reward 'reward' does not exist.*: a, b; choose",
             ),
-            ("mkdir /logs/verifier/reward.json", "cannot be read: .*Is a directory"),
-            ("ln -s /etc/hostname /logs/verifier/reward.txt", "cannot be read: .*symbolic links"),
+            ("mkdir /logs/verifier/reward.json", "cannot be read: reward.json is not a file"),
+            ("ln -s /etc/hostname /logs/verifier/reward.txt", "cannot be read: reward.txt is not a file"),
+            ("mkfifo /logs/verifier/reward.txt", "cannot be read: reward.txt is not a file"),
             ("rm -r /logs/verifier; ln -s /tmp /logs/verifier", "cannot be read: .*Not a directory"),
         ],
     ),
@@ -294,12 +295,23 @@ async def test_it_is_not_for_the_agent_to_say_that_it_has_ended(project: Path, s
 
 async def test_what_the_container_itself_runs_is_not_the_agents(project: Path, server: FakeOpenAI) -> None:
     """Although the agent has a folder of PATH: its `sleep` would not end with what it has left running."""
-    fake = "#!/bin/sh\nwhile :; do /bin/sleep 0.02; echo 1 > /logs/verifier/reward.json; done"
-    code = f"mkdir -p /app/bin; printf '%s' '{fake}' > /app/bin/sleep; chmod 755 /app/bin/sleep"
+    fake = "#!/bin/bash\nwhile [ ${0##*/} = sleep ]; do /bin/sleep 0.02; echo 1 > /logs/verifier/reward.json; done\n"
+    fake += "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json"
+    code = f"mkdir -p /app/bin; cd /app/bin; printf '%s' '{fake}' > sleep; chmod 755 sleep; cp sleep sh; cp sleep chmod"
     toml = '[environment.env]\nPATH = "/app/bin:/usr/sbin:/usr/bin:/sbin:/bin"\n'
     add_task(project, "one", toml=toml, test="#!/bin/sh\n/bin/sleep 0.3\necho 0 > /logs/verifier/reward.txt\n")
     async with tasks(project, server, command=["sh", "-c", code]) as play:
         assert (await play("one"))["reward"] == 0.0
+
+
+async def test_a_container_ends_with_its_episode(project: Path, server: FakeOpenAI) -> None:
+    """Also one whose first process ignores what asks it to."""
+    seconds = "60.75"
+    first = ["sh", "-c", f"trap '' TERM; \"$@\"; exec sleep {seconds}", "sh"]
+    add_task(project, "one")
+    async with tasks(project, server, run=[*RUN, *first]) as play:
+        assert (await play("one"))["reward"] == 1.0
+    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", seconds]]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import re
 import secrets
 import shlex
 import shutil
+import stat
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
@@ -69,6 +70,7 @@ _TESTS = """
 given=$PATH
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin
 rm -rf /tests /logs/verifier && mkdir -p -m 777 /logs/verifier && cp -R /insitu/tests /tests || exit 125
+chmod +x /tests/test.sh
 PATH=$given /bin/sh /insitu/verify >&2 </dev/null
 code=$?
 kill -9 -1 2>/dev/null
@@ -92,11 +94,12 @@ class HarborConfig(ProgramConfig, name="harbor"):
     """Folder of tasks, or of one, relative to the working directory or the YAML file."""
     run: list[str] = Field(min_length=1)
     """The command that runs a container, such as `docker run`; the program for it to run is appended, and `exec` of the
-    same program runs the agent, and then the tests. `{image}` is replaced by the task's image, `{name}` by the
-    container's (if there is no `{name}`, `--name` is added after `run`), `{logs}` by the folder to mount at `/logs`,
-    `{tests}` by that to mount at `/insitu`, read-only, `{env_file}` by a file with the agent's environment variables,
-    `{model_url}` by the model's URL, `{folder}` by the folder of the YAML file, `{cpus}` and `{memory_mb}` by what the
-    task asks for. An image that a task does not name is built by `build` of the same program."""
+    same program runs the agent, and then the tests, and `rm` removes it. `{image}` is replaced by the task's image,
+    `{name}` by the container's (if there is no `{name}`, `--name` is added after `run`), `{logs}` by the folder to
+    mount at `/logs`, `{tests}` by that to mount at `/insitu`, read-only, `{env_file}` by a file with the agent's
+    environment variables, `{model_url}` by the model's URL, `{folder}` by the folder of the YAML file, `{cpus}` and
+    `{memory_mb}` by what the task asks for. An image that a task does not name is built by `build` of the same
+    program."""
     timeout_multiplier: float = Field(default=1.0, gt=0)
     """Factor of the time limits in `task.toml`."""
     reward: str = "reward"
@@ -192,7 +195,7 @@ def _how_ended(name: str, program: Program) -> str:
 
 
 def read_rewards(logs: Path) -> dict[str, float] | None:
-    """The rewards in `verifier/reward.json` or `verifier/reward.txt`, without following links; None: neither exists.
+    """The rewards in `verifier/reward.json` or `verifier/reward.txt`, if these are files; None: neither exists.
 
     Raises ValueError for one that is malformed, OSError for one that cannot be read.
     """
@@ -201,8 +204,10 @@ def read_rewards(logs: Path) -> dict[str, float] | None:
     try:
         for name in ("reward.json", "reward.txt"):
             try:
-                with open(name, "rb", 0, opener=lambda path, _: os.open(path, flags, dir_fd=folder)) as file:
-                    text = file.read(_MAX_BYTES) or b""  # None of an empty FIFO
+                if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                    raise ValueError(f"{name} is not a file")
+                with open(name, "rb", opener=lambda path, _: os.open(path, flags, dir_fd=folder)) as file:
+                    text = file.read(_MAX_BYTES)
             except FileNotFoundError:
                 continue
             data = orjson.loads(text) if name == "reward.json" else float(text)
@@ -228,7 +233,8 @@ class Container:
         self._name, self._where = f"insitu-{secrets.token_hex(8)}", f"task {task.name}"
 
     def commands(self, image: str, columns: Mapping[str, Any], folder: Path) -> Iterator[list[str]]:
-        """The commands that start the container, run the agent, kill its remaining processes, and run the tests."""
+        """The commands that start the container, run the agent, kill its remaining processes, run the tests, and
+        remove the container."""
         environment, url = self._task.settings.environment, self._endpoint.openai_url
         places = {
             "name": self._name,
@@ -243,11 +249,12 @@ class Container:
         }
         agent = with_values(["", *self._config.command], {**columns, "model_url": url}, folder)[1:]
         run = with_values(self._config.run, places, folder)
-        execute = [run[0], "exec", "-i", self._name, "sh", "-c"]
-        yield [*run, "sh", "-c", _STAYS]
+        execute = [run[0], "exec", "-i", self._name, "/bin/sh", "-c"]
+        yield [*run, "/bin/sh", "-c", _STAYS]
         yield [*execute, _AGENT, "insitu", environment.workdir or "", *agent]
         yield [*execute, _KILLS]
         yield [*execute, _TESTS]
+        yield [run[0], "rm", "-f", self._name]
 
     def write_variables(self, variables: Mapping[str, str]) -> None:
         """Writes the agent's variables, without those of this machine, which `run` and the tests may get."""
@@ -311,13 +318,15 @@ class Container:
             raise EpisodeTimeout(f"{where}: the start of the container took more than {seconds:g} s") from None
         finally:
             await end_tasks(container)
+            *_, removes = commands  # the container may ignore what ends others
+            await execute(removes, b"", _END_SECONDS, "removing the container")
 
     def _give_tests(self) -> None:
         """Puts the tests where the container finds them."""
         shutil.copytree(self._task.folder / "tests", self.tests / "tests")
         variables = resolved(self._task.settings.verifier.env, self._config.pass_env, self._where)
         lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-        lines += ["chmod +x /tests/test.sh", "exec /tests/test.sh", ""]
+        lines += ["exec /tests/test.sh", ""]
         (self.tests / "verify").write_text("\n".join(lines))
 
     def outcome(self, agent: Program, tests: Program) -> Outcome:
