@@ -360,3 +360,12 @@ def test_a_port_in_use_is_told_with_its_option(tmp_path: Path) -> None:
             assert len(lines) == 1
             assert f"--port: cannot listen at 127.0.0.1:{port}: Address already in use" in lines[0]
             assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["doctor c.yml --seconds", "promote run to --confidence", "ask run hi --temperature"]
+)
+def test_no_option_takes_nan(command: str) -> None:
+    for value, problem in (("nan", "nan cannot be compared; give a number"), ("-1", "-1.0 is not in the range")):
+        done = run(*command.split(), value)
+        assert (done.returncode, problem in done.stderr) == (2, True), done.stderr

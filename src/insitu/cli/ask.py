@@ -14,7 +14,7 @@ from insitu.cli import options
 @click.option(
     "--checkpoint", metavar="NAME", help="best, latest or the number of a step (default: the best, else the latest)."
 )
-@click.option("--temperature", type=click.FloatRange(min=0), help="Of all its model calls (default: that of training).")
+@click.option("--temperature", type=options.Number(min=0), help="Of all its model calls (default: that of training).")
 def command(run_dir: Path, question: str, row: str | None, checkpoint: str | None, temperature: float | None) -> None:
     """Print the answer of a run's trained agent to QUESTION."""
     import json

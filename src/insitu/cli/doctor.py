@@ -20,7 +20,7 @@ _EPISODES = click.option(
 )
 _SECONDS = click.option(
     "--seconds",
-    type=click.FloatRange(min=1),
+    type=options.Number(min=1),
     help="Play at most for so long; by default for 120 s, or ten times as long as one row takes.",
 )
 

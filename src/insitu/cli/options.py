@@ -15,11 +15,13 @@ _CONFIG_FILE = click.option("--config_file", type=PATH, help="The YAML file, ins
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def not_nan(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """Raises UsageError for `nan`, which no number is above or below."""
-    if value is not None and math.isnan(value):
-        raise click.BadParameter(f"{value} cannot be compared; give a number")
-    return value
+class Number(click.FloatRange):
+    """A number in a range, by default any; `nan` is none: no number is above or below it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if math.isnan(number := click.FLOAT.convert(value, param, ctx)):
+            self.fail(f"{value} cannot be compared; give a number", param, ctx)
+        return super().convert(number, param, ctx)
 
 
 def request(kind: str, *options: Decorator) -> Decorator:

@@ -13,7 +13,7 @@ from insitu.cli import options
 @click.option("--checkpoint", metavar="NAME", help="best, latest or step_N (default: best).")
 @click.option(
     "--confidence",
-    type=click.FloatRange(0.5, 0.9999, min_open=True),
+    type=options.Number(0.5, 0.9999, min_open=True),
     default=0.95,
     help="Confidence that it scores higher than what it replaces.",
 )

@@ -32,7 +32,7 @@ def command() -> None:
 @click.option("--generation", type=click.IntRange(min=0), help="Only episodes with this index in their group.")
 @click.option("--episode", help="The episode with this name, as listed.")
 @click.option("--outcome", help="Only episodes that are ok, failed, trained or dropped, or have this reason code.")
-@click.option("--min_reward", type=float, callback=options.not_nan, help="Only episodes with at least this reward.")
+@click.option("--min_reward", type=options.Number(), help="Only episodes with at least this reward.")
 @click.option("--sort", type=click.Choice(_SORT_KEYS), help="List the episodes with the most of it first.")
 @click.option("--reverse", is_flag=True, help="List them in the reverse order.")
 @click.option("--limit", type=click.IntRange(min=1), help="List only so many episodes.")
@@ -75,9 +75,7 @@ def show(
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option("--epoch", type=click.IntRange(min=1), multiple=True, help="Only this epoch; may be repeated.")
 @click.option("--reward", metavar="NAME", help="The evaluator whose scores are the rewards; -NAME if less is better.")
-@click.option(
-    "--min_reward", type=float, callback=options.not_nan, help="sft, openai: only episodes with at least this reward."
-)
+@click.option("--min_reward", type=options.Number(), help="sft, openai: only episodes with at least this reward.")
 @click.option("--best", type=click.IntRange(min=1), help="sft, openai: the best N episodes of each row.  [default: 1]")
 @click.option(
     "--pairs", type=click.Choice(("candidates", "episodes")), help="preferences: between candidates, or episodes."
