@@ -54,6 +54,12 @@ def test_values_between_0_and_1_have_no_interval_beyond(values: list[float]) -> 
     assert 0 <= low < mean < high <= 1
 
 
+def test_shares_whose_mean_rounds_to_1() -> None:
+    mean, low, high, _ = mean_ci95([1.0, 0.9999999999999999])
+    assert (mean, high) == (1.0, 1.0)
+    assert 0 < low < 1
+
+
 def test_equal_shares_say_nothing_of_how_much_they_vary() -> None:
     """Rows that each score one of two repetitions: as sure as rows of which half score, but for Student's quantile."""
     mean, low, high, n = rows_ci95([[1.0, 0.0]] * 4)

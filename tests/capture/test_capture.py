@@ -442,6 +442,20 @@ async def test_a_stream_that_the_agent_leaves_is_recorded_as_far_as_it_read(serv
         assert other.ledger.late_calls == 1
 
 
+async def test_what_training_needs_is_missing_in_a_stream_that_the_agent_leaves() -> None:
+    async def agent(client: Any) -> None:
+        async for chunk in await client.chat.completions.create(model="fake", messages=ask("linger"), stream=True):
+            if chunk.choices[0].finish_reason is not None:
+                return
+
+    with FakeOpenAI(logprobs=False) as server:
+        async with connected(server) as plain:
+            with EpisodeScope(training=True) as scope:
+                await asyncio.create_task(agent(plain.client))
+    assert scope.ledger.closed
+    assert "training needs the logprobs" in str(scope.ledger.capture_error)
+
+
 async def _read_slowly(client: Any, begun: asyncio.Event, goes_on: asyncio.Event) -> None:
     stream = await client.chat.completions.create(model="fake", messages=ask("stall"), stream=True)
     await anext(stream)

@@ -7,6 +7,7 @@ what it answers. Token ids are those of characters; a text completion has its pr
     "status 400"     that status                          "tool"          a tool call
     "hang up"        closes the connection                "stall"         streams one piece, then nothing
     "gzip"           compressed                           "seeded"        "echo: " and the seed of the request
+    "linger"         streams an answer, but no [DONE]
     anything else    "echo: " and that text, one token a character
 """
 
@@ -187,6 +188,8 @@ class FakeOpenAI:
                     await hang()
             reason = "tool_calls" if text == "tool" else "stop"
             await send([{"index": index, **({"delta": {}} if is_chat else {"text": ""}), "finish_reason": reason}])
+            if text == "linger":
+                await hang()
         if (body.get("stream_options") or {}).get("include_usage"):
             await send([], usage={"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3})
         await response.write(b"data: [DONE]\n\n")

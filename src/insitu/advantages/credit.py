@@ -15,11 +15,6 @@ from insitu.schemas.config import matching_llms
 from insitu.schemas.episodes import Episode, ModelCall
 from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, Trajectory
 
-_ROUNDING = 1e-15
-"""Rewards that differ by a smaller share are equal, as 0.1 + 0.2 and 0.3 are."""
-_LEAST = 1e-150
-"""So are those with a smaller difference, whose square may be 0."""
-
 
 class TrainedCalls(NamedTuple):
     """Which calls of episodes are trained.
@@ -114,17 +109,18 @@ def member_advantages(
             if not abs(value) <= MAX_REWARD:  # NaN too
                 raise TrajectoryError(f"reward {index} of the group is {value}; allowed: {ALLOWED_REWARDS}")
     members = [index for index, member in enumerate(returns) if member]
-    values = [value for member in returns for value in member]
-    if len(members) < 2 or math.isclose(min(values), max(values), rel_tol=_ROUNDING, abs_tol=_LEAST):
+    divisor = 0.0
+    if len(members) > 1 and len({value for member in returns for value in member}) > 1:
+        means = {index: fmean(returns[index]) for index in members}
+        mean = math.fsum(means.values()) / len(means)
+        divisor = 1.0 if config.scale == "none" else _deviation(returns, mean, config) + config.epsilon
+    if divisor == 0:  # also of differences whose squares are 0
         return [[0.0] * len(member) for member in returns]
-    means = {index: fmean(returns[index]) for index in members}
-    mean = math.fsum(means.values()) / len(means)
     baselines = dict.fromkeys(members, mean)
     if config.baseline != "mean":
         if situations is None or config.baseline == "leave_one_out":
             situations = [None] * len(returns)
         baselines = {index: _mean_of_others(index, means, situations) for index in members}
-    divisor = 1.0 if config.scale == "none" else _deviation(returns, mean, config) + config.epsilon
     return [[(value - baselines[index]) / divisor for value in member] for index, member in enumerate(returns)]
 
 

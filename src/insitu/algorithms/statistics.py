@@ -45,7 +45,7 @@ def mean_ci95(values: Sequence[float], *, is_share: bool | None = None) -> Estim
     if is_share:
         # values between 0 and 1 vary less than zeros and ones of the same mean, as if there were more of them; how
         # much less, equal ones do not say
-        effective_n = n * (mean / deviation) * ((1 - mean) / deviation) if deviation > 0 else n
+        effective_n = n * (mean / deviation) * ((1 - mean) / deviation) if deviation > 0 and mean < 1 else n
         return Estimate(mean, *wilson(mean, effective_n, quantile), n)
     half = quantile * deviation / math.sqrt(n)
     return Estimate(mean, mean - half, mean + half, n)

@@ -332,7 +332,8 @@ class CallLedger:
         with self._lock:
             left = [pending.leave for pending in self._pending if pending.is_left and pending.leave is not None]
         for leave in left:
-            leave()
+            with suppress(CaptureError):  # which is the episode's now
+                leave()
         with self._lock:
             self.closed = True
             for pending in [*self._pending]:
