@@ -183,10 +183,12 @@ class Builder:
 
     def _path(self, start: _Key, end: _Key | None) -> tuple[_Key, ...]:
         """From a component to one that it waits for; empty if it does not wait for it."""
-        if start == end:
-            return (start,)
-        paths = (self._path(needed, end) for asker, needed in self._waits if asker == start)
-        return next(((start, *path) for path in paths if path), ())
+        paths: dict[_Key, tuple[_Key, ...]] = {start: (start,)}
+        for asker in (asked := [start]):  # more are added
+            for needed in (needed for each, needed in self._waits if each == asker and needed not in paths):
+                paths[needed] = (*paths[asker], needed)
+                asked.append(needed)
+        return paths.get(end, ()) if end is not None else ()
 
     async def _shared(self, key: _Key, chain: tuple[_Key, ...], build: Callable[[], Awaitable[Any]]) -> Any:
         while (future := self._live.get(key)) is not None:

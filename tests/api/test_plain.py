@@ -308,12 +308,13 @@ async def test_a_tool_has_the_parameter_of_its_function(tmp_path: Path) -> None:
         "def at(city: str):\n    return f'rain in {city}'\n"
         "async def here(seed, city: str = 'Rome'):\n    return f'sun in {city}'\n"
         "def anywhere(seed):\n    return 'wind'\n"
+        "def near(_city: str, copy=1):\n    return f'hail in {_city}'\n"
     )
-    names = ("at", "here", "anywhere")
+    names = ("at", "here", "anywhere", "near")
     functions = {name: {"_type": "python", "function": f"weather.py:{name}"} for name in names}
     (tmp_path / "c.yml").write_text(yaml.safe_dump({"functions": functions}))
     async with Builder(load_config(tmp_path / "c.yml")) as builder:
-        at, here, anywhere = await builder.get_functions(names)
+        at, here, anywhere, near = await builder.get_functions(names)
         assert at.input_schema.model_json_schema()["required"] == ["city"]
         assert here.input_schema.model_json_schema()["properties"]["city"]["default"] == "Rome"
         assert anywhere.input_schema.model_fields == {}
@@ -322,6 +323,7 @@ async def test_a_tool_has_the_parameter_of_its_function(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match=r"at\(\) missing .* 'city'"):
             await at.ainvoke(Arguments())
         assert await anywhere.ainvoke(Arguments()) == "wind"
+        assert await near.ainvoke(Arguments(value="Bern")) == "hail in Bern", "_city is no name of a schema's property"
 
 
 EXACT, CONTAINS, REGEX = {"_type": "exact_match"}, {"_type": "contains"}, {"_type": "regex", "pattern": r"#+ *(\d+)"}
@@ -428,11 +430,12 @@ async def test_a_judge_grades_by_a_rubric(tmp_path: Path, server: FakeOpenAI) ->
 
 CLIENTS = """
 ASKED = [{"role": "user", "content": "hi"}]
+MORE = {"extra_headers": {"X-Session": "7"}, "extra_query": {"tenant": "a"}}
 async def waits(question, model):
-    return (await model.client.chat.completions.create(model=model.model, messages=ASKED, top_p=0.5)).choices[0]
+    return (await model.client.chat.completions.create(model=model.model, messages=ASKED, top_p=0.5, **MORE)).choices[0]
 
 def blocks(question, model):
-    return model.client.chat.completions.create(model=model.model, messages=ASKED, top_p=0.5).choices[0]
+    return model.client.chat.completions.create(model=model.model, messages=ASKED, top_p=0.5, **MORE).choices[0]
 """
 
 
@@ -448,6 +451,9 @@ async def test_the_official_client_of_an_agent_has_the_parameters_of_the_block(
         await (await builder.get_workflow()).ainvoke("hi")
     request = server.requests[-1]
     assert (request["max_tokens"], request["top_p"]) == (9, 0.5)
+    assert server.latest is not None
+    assert (server.latest.headers["X-Session"], server.latest.query["tenant"]) == ("7", "a")
+    assert server.latest.headers["Authorization"] == "Bearer none"
 
 
 def test_a_model_does_not_grade_itself(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ class FakeOpenAI:
         self.tokens_as_ids = tokens_as_ids
         self.token_ids, self.logprobs, self.policy_version = token_ids, logprobs, policy_version
         self.requests: list[dict[str, Any]] = []
+        self.latest: web.Request | None = None
         self.connections: set[Any] = set()
         self._failed: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
@@ -92,6 +93,7 @@ class FakeOpenAI:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        self.latest = request
         self.connections.add(request.transport)
         for key in self.refuses:
             if body.get(key):

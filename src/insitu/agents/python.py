@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from insitu.agents.frameworks import sync_client, with_defaults
 from insitu.builder import Builder, name_being_built, of_framework
@@ -188,10 +188,13 @@ async def python_function(config: PythonConfig, builder: Builder) -> AsyncIterat
     if builds:
         run = _asking(code, arguments, config.framework)
     else:
-        own = [each for name, each in inspect.signature(code).parameters.items() if name == first]
         run = _calling(code, first, from_episode, arguments)
-        run.__signature__ = inspect.Signature(own)
-        run.__annotations__ = {each.name: type_hints(code).get(each.name, Any) for each in own}
+        run.__signature__, run.__annotations__ = inspect.Signature(), {}
+        if first is not None:
+            is_field = not (first.startswith("_") or hasattr(BaseModel, first))
+            own = inspect.signature(code).parameters[first].replace(name=first if is_field else "value")
+            run.__signature__ = inspect.Signature([own])
+            run.__annotations__ = {own.name: type_hints(code).get(first, Any)}
     yield FunctionInfo.from_fn(run, description=inspect.getdoc(code))
 
 

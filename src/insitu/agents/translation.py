@@ -19,6 +19,8 @@ from insitu.wire.addresses import authorized
 from insitu.workflow.llms import ModelClient
 
 _STREAM = {"content-type": "text/event-stream"}
+_OWN_HEADERS = ("host", "content-length", "transfer-encoding", "connection")
+"""Headers of a request that another one has its own of."""
 
 
 @lru_cache
@@ -74,10 +76,15 @@ class _TranslatingTransport:
             return _Call(request, refusal=self._json(body, error.status))
         body = translation.completion_request(self._llm.params, self._llm.model)
         base_url, credentials = authorized(str(self._llm.client.base_url), self._llm.client.api_key)
+        headers, query = {"content-type": "application/json"}, None
+        if translation.verbatim:
+            headers = {name: value for name, value in request.headers.items() if name not in _OWN_HEADERS}
+            query = request.url.params or None
         translated = self.http.Request(
             "POST",
             f"{base_url}/{translation.route}",
-            headers={"content-type": "application/json", "authorization": credentials},
+            params=query,
+            headers={**headers, "authorization": credentials},
             content=orjson.dumps(body),
             extensions=request.extensions,
         )
