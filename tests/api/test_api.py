@@ -457,6 +457,10 @@ REFUSED = [
     ),
     ("evaluate(answer, score, ROWS, model=MODEL, output_dir='own')", "/own/config.yml exists already and is not"),
     ("finetune(answer, score, train=ROWS, model=MODEL, output_dir='own')", "/own/config.yml exists already and is"),
+    (
+        "evaluate(answer, score, ROWS, model=MODEL, output_dir='theirs')",
+        "/theirs/rows.jsonl exists already and is not replaced",
+    ),
     ("finetune(config='nothing.yml')", "cannot read the configuration file nothing.yml"),
     ("evaluate(answer, score, ROWS, model='runs')", "BackendUnavailable"),
     (
@@ -474,6 +478,10 @@ def test_what_cannot_be_done_is_an_error_of_insitu(trained: tuple[Path, dict[str
     (tmp_path / "runs/answer/run.json").write_text("{}")
     (tmp_path / "own").mkdir()
     (tmp_path / "own/config.yml").write_text("general: {seed: 3}\n")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/rows.jsonl").write_text('{"question": "a"}\n')
+    of_a_call = "# Written by insitu: these settings as a file.\n# Its rows are not in rows.jsonl or held_out.jsonl.\n"
+    (tmp_path / "theirs/config.yml").write_text(of_a_call)
     tried = (
         f"print('CALL')\ntry:\n    insitu.{call}\nexcept Exception:\n    traceback.print_exc(file=sys.stdout)\n"
         for call, _ in REFUSED

@@ -127,12 +127,12 @@ def test_a_damaged_run_is_listed_with_what_is_wrong(project: Path, damage: Any, 
 
 def test_control_characters_do_not_reach_the_terminal(project: Path) -> None:
     for name in ("run.json", "progress.json"):
-        change(project / "run" / name, run_id="x\x1b[2J", status="failed", error="\x1b[31m")
+        change(project / "run" / name, run_id="x\x1b[2J\u3000\u00a0", status="failed", error="\x1b[31m")
     (project / "run/validation_history.json").write_text('[{"\\u001b[0m": 1}]')
     for command in ("list", "show"):
         printed = run("runs", command, "run", folder=project).stdout
         assert "\x1b" not in printed
-        assert r"x\x1b[2J" in printed.replace(r"\e", r"\x1b")
+        assert "x\\x1b[2J\u3000\u00a0" in printed.replace(r"\e", r"\x1b")
 
 
 def test_the_interval_of_a_single_row_is_not_shown(project: Path) -> None:

@@ -48,6 +48,8 @@ def test_changes_name_files_but_no_folders_of_this_machine(tmp_path: Path) -> No
         "the dataset /home/me/my rows/train.jsonl has changed": "the dataset train.jsonl has changed",
         "the dataset was /home/me/a.jsonl and is /home/me/b.jsonl": "the dataset was a.jsonl and is b.jsonl",
         "llms.x.model was '/home/me/a' and is 'org/b'": "llms.x.model was 'a' and is 'org/b'",
+        "x was ['/a/b', 'yes / no / maybe', '/c/d e/f'] and is 1": "x was ['b', 'yes / no / maybe', 'f'] and is 1",
+        "x was ['/me/a.py', 'http://h/v1/x'] and is 1": "x was ['a.py', 'http://h/v1/x'] and is 1",
         "llms.x.base_url was 'http://host/v1' and is None": "llms.x.base_url was 'http://host/v1' and is None",
     }
     events = [{"format": 2}, {"time": "", "event": "resumed", "epoch": 1, "changes": [*changes]}]

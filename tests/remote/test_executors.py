@@ -170,8 +170,10 @@ async def test_what_only_ray_init_takes_is_refused_after_it(tmp_path: Path, monk
         with pytest.raises(ConfigError, match=message):
             async with connected(RayExecutorConfig(workers=1, **settings), config):
                 pass
-    usable = {"address": "10.0.0.5:6379", "runtime_env": {"env_vars": {"MY_PAT": "pat-of-the-worker-1"}}}
+    secret = {"MY_PAT": "pat-of-the-worker-1"}
+    usable = {"address": "10.0.0.5:6379", "runtime_env": {"env_vars": secret, "working_dir": str(tmp_path)}}
     async with connected(RayExecutorConfig(workers=1, **usable), config) as cluster:
+        assert cluster.working_dir == str(tmp_path)
         assert cluster.environment["MY_PAT"] == "pat-of-the-worker-1"
 
 

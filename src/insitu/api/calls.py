@@ -329,6 +329,6 @@ def checked_settings(
         finetuning = config.finetuning
         if progress is not None and progress.is_complete(finetuning.num_epochs, finetuning.validation):
             return config
-    project.write_rows()
     project.write_settings(folder / CONFIG)  # checked first, which makes its secrets known
+    project.write_rows()
     return config

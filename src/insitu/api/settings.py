@@ -44,6 +44,9 @@ KEYS = {
 _VALIDATED = ("finetuning.validation.dataset", "finetuning.validation.config_file")
 _OPTIONS = {"--resume": "resume=True", "--force": "--force of the command line", "--checkpoint": "checkpoint"}
 WRITTEN = "# Written by insitu: these settings as a file.\n"
+_ROWS = ("rows.jsonl", "held_out.jsonl")
+"""The files of rows that are written."""
+_NOT_WRITTEN = "# Its rows are not in "
 _SESSION = "session"
 """The module that a file names for code that was typed into an interactive session or a notebook."""
 
@@ -182,15 +185,19 @@ class Project:
             value = self.get(key)
             if isinstance(value, str | os.PathLike) and str(value) not in new:
                 path = (self.output if value in NAMES else Path.cwd()) / Path(value).expanduser()
-                if (place := moved_path(path, {self.output: earlier})) != path:
+                if (place := moved_path(path, {self.output: earlier})) != path and place.exists():
                     self.set(key, str(place))
 
     def check_replaced(self, config: str) -> None:
         """Raises ConfigError if the settings, as the file `config`, or rows would replace what a user has written."""
-        own = is_written(self.output / config)
+        own = is_written(file := self.output / config)
+        lines = file.read_text(encoding="utf-8").splitlines() if own else []
+        others = next((line for line in lines if line.startswith(_NOT_WRITTEN)), "")
         inputs = [place for file in self.rows_files for place in (file, self.folder / file) if place.exists()]
         for path in (self.output / name for name in (config, *self.files)):
-            if os.path.lexists(path) and (not own or any(path.exists() and path.samefile(each) for each in inputs)):
+            if os.path.lexists(path) and (
+                not own or path.name in others or any(path.exists() and path.samefile(each) for each in inputs)
+            ):
                 raise ConfigError(f"output_dir: {path} exists already and is not replaced; give another folder")
 
     def write_rows(self) -> None:
@@ -201,6 +208,9 @@ class Project:
     def write_settings(self, path: Path) -> None:
         """Writes the settings without their secrets."""
         head = WRITTEN
+        others = [name for name in _ROWS if name not in self.files]
+        if others and path.parent == self.output:
+            head += f"{_NOT_WRITTEN}{' or '.join(others)}.\n"
         if self.not_importable:
             names = ", ".join(self.not_importable)
             head += f"# {names}: defined where no file can import it; put it into {_SESSION}.py in general.folder.\n"

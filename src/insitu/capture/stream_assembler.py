@@ -102,6 +102,11 @@ class StreamAssembler:
         return changed
 
     @property
+    def has_told(self) -> bool:
+        """Whether the server has reported an error in an event, which its client got."""
+        return self._event_error is not None
+
+    @property
     def error(self) -> str | None:
         """The first error that the server reported in an event, or else in a body that is no stream of events."""
         if self._event_error is not None:

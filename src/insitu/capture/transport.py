@@ -214,7 +214,7 @@ class _RecordedStream:
         return passed
 
     def _last(self) -> bytes:
-        """Ends the exchange; returns the event of an error that the server did not report in one."""
+        """Ends the exchange; returns the event of an error that the server has reported in another form."""
         self._end()
         problem = self.exchange.parse_error if self.exchange is not None else None
         return b"" if problem is None else b"\n\n" + format_event(orjson.dumps(error_body(problem, 502)))

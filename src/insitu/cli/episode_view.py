@@ -1,6 +1,7 @@
 """Prints recorded episodes for `insitu trajectories show`."""
 
 import sys
+import unicodedata
 from collections.abc import Callable, Container, Iterator, Sequence
 from sqlite3 import Row
 from typing import Any, NamedTuple
@@ -233,5 +234,6 @@ def _format_text(value: Any, view: View, indent: int = 2) -> str:
 
 
 def escape(value: str) -> str:
-    """Escapes control characters."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+    """Escapes control characters, but neither spaces nor the joiner of emoji."""
+    kept = (c.isprintable() or c == "\u200d" or unicodedata.category(c) == "Zs" for c in value)
+    return "".join(c if keep else c.encode("unicode_escape").decode() for c, keep in zip(value, kept, strict=True))

@@ -56,7 +56,8 @@ def _changes(run: Path) -> list[str]:
 
 def _named(change: str) -> str:
     """The change without folders of this machine: of an absolute path before or after it, the last part is left."""
-    return "".join(re.sub(r"(?<![\w.:/])/.*/", "", side) for side in re.split("( and is )", change))
+    sides = re.split("( and is )", change)
+    return "".join(re.sub(r"(?<![\w.:/~])/(?:[^'\",/\s][^'\",/]*/)+", "", side) for side in sides)
 
 
 def _base(record: TrainingRecord) -> tuple[str, bool]:

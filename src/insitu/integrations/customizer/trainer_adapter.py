@@ -303,7 +303,7 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             existing = await self._entities("find the deployment", find)
             if existing is not None:
                 is_right = existing.model == model and existing.image.items() <= image.items()
-                if is_right and existing.status not in _ENDED_BADLY:
+                if is_right and not is_deleted and existing.status not in _ENDED_BADLY:
                     return None
                 if existing.model != model or existing.job != key:
                     problem = f"exists already, serves {existing.model}, and is {existing.status.value}"

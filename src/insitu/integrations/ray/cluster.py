@@ -126,12 +126,15 @@ async def connected(settings: RayExecutorConfig, config: Config) -> AsyncIterato
 
 
 def _check_unused(address: str, connected_to: str, runtime_env: dict[str, Any]) -> None:
-    """Raises ConfigError for settings that only `ray.init` takes, once it has been called."""
+    """Raises ConfigError for settings that only `ray.init` takes, once it has been called.
+
+    `working_dir` is also where workers look for the files of the program.
+    """
     if address not in ("auto", connected_to):
         problem = f"but this process has called ray.init, which connected to {connected_to}"
         raise ConfigError(f"{KEY}.address is {address!r}, {problem}: leave address out")
-    if runtime_env:
-        keys = ", ".join(f"{KEY}.runtime_env.{name}" for name in runtime_env)
+    if unused := runtime_env.keys() - {"working_dir"}:
+        keys = ", ".join(f"{KEY}.runtime_env.{name}" for name in sorted(unused))
         raise ConfigError(f"{keys}: this process has called ray.init: give it the runtime_env there, or do not call it")
 
 
