@@ -39,6 +39,7 @@ class ChatTokenizer:
         self._encode = lru_cache(1024)(lambda text, special: self._fast.encode(text, add_special_tokens=special).ids)
         self.decode_token = cache(self._decode_token)
         self._visible = self.encode("a", add_special_tokens=False)
+        self._visible_text = self.decode(self._visible, skip_special_tokens=False)
         self.eos_token_ids = frozenset(eos_token_ids) | {tokenizer.eos_token_id} - {None}
         self.formats = MessageFormats.of(tokenizer.chat_template, getattr(tokenizer, "response_template", None))
         """How the model writes tool calls and reasoning."""
@@ -121,8 +122,7 @@ class ChatTokenizer:
 
         It is decoded after another one: some decoders drop a space at the start.
         """
-        before, both = (self.decode([*self._visible, *ids], skip_special_tokens=False) for ids in ([], [token_id]))
-        text = both.removeprefix(before)
+        text = self.decode([*self._visible, token_id], skip_special_tokens=False).removeprefix(self._visible_text)
         raw = _raw_bytes(self._fast.id_to_token(token_id) or "") if _REPLACEMENT in text else None
         return text, list(text.encode() if raw is None else raw)
 
