@@ -197,7 +197,7 @@ class RegionParser(Parser):
         found, self._decided = (regions(name, formats.reasoning, special, undecided=each) for each in (True, False))
         self._scanner = RegionScanner(found, REASONED if is_open else CONTENT)
         self._undecided: list[str] = []
-        """All text from the first beginning of a call in reasoning on."""
+        """Text of reasoning from the beginning of a call on, and the end of the reasoning."""
         self._content, self._reasoning = _Held(None, from_start=False), _Held("\n", from_start=True)
         self._bodies: list[list[str]] = []
         """The texts of the regions of calls, in pieces."""
@@ -213,13 +213,12 @@ class RegionParser(Parser):
         """Whether they are, and whether any calls are without the delimiters of their format."""
 
     def feed(self, text: str) -> Piece:
-        return self._read(text, final=False)
+        return self._read(self._scanner, text, final=False)
 
     def finish(self) -> Piece:
-        content, reasoning, _, _ = self._read("", final=True)
-        if text := "".join(self._undecided):
-            self._scanner = RegionScanner(self._decided, CONTENT if self._are_calls(text) else REASONED)
-            rest = self._read(text, final=True)
+        content, reasoning, _, _ = self._read(self._scanner, "", final=True)
+        if self._undecided:
+            rest = self._reread(CONTENT if self._are_calls("".join(self._undecided)) else REASONED)
             content, reasoning = content + rest.content, reasoning + rest.reasoning
         if not self._raw:
             return Piece(content + self._content.space, reasoning)
@@ -232,11 +231,18 @@ class RegionParser(Parser):
         after = "" if self._is_whole else "".join(self._after).strip()
         return Piece(content + (after and f"\n{after}"), reasoning, tuple(calls))
 
-    def _read(self, text: str, *, final: bool) -> Piece:
+    def _reread(self, region: str) -> Piece:
+        """Reads the undecided text as one that begins in a region."""
+        text, self._undecided = "".join(self._undecided), []
+        return self._read(RegionScanner(self._decided, region), text, final=True)
+
+    def _read(self, scanner: RegionScanner, text: str, *, final: bool) -> Piece:
         content, reasoning = [], []
-        for region, kind, part in self._scanner.read(text, final=final):
+        for region, kind, part in scanner.read(text, final=final):
             if region == UNDECIDED:
                 self._undecided.append(part)
+                if kind is Kind.END:
+                    reasoning.append(self._reread(REASONED).reasoning)
             elif region.isdigit():
                 self._raw.append(part)
                 self._is_open = kind is not Kind.END

@@ -13,7 +13,7 @@ CONTENT, REASONED = "content", "reasoning"
 _ANSWER = "answer"
 """Content between delimiters."""
 UNDECIDED = "undecided"
-"""Text that follows the beginning of a call in reasoning, which it ends or mentions."""
+"""Reasoning from the beginning of a call on: a mention if the reasoning ends, else perhaps calls."""
 
 
 class Kind(Enum):
@@ -49,18 +49,20 @@ class Region(NamedTuple):
 def regions(tools: str, reasoning: str, special: tuple[str, ...], *, undecided: bool) -> dict[str, Region]:
     """The regions of two formats by name. `special` are tokens that are not text, outside of calls.
 
-    With `undecided`, the beginning of a call in reasoning leads to all text that follows.
+    With `undecided`, the beginning of a call in reasoning leads to that region.
     """
     opening: list[tuple[str, str | None]] = []
     calls = tool_format(tools).regions if tools != NONE else ()
     undecided_starts = [(start, UNDECIDED) for start, _ in calls if undecided]
-    found: dict[str, Region] = {UNDECIDED: Region.of([], ())}
+    found: dict[str, Region] = {}
     if reasoning != NONE:
         form = reasoning_format(reasoning)
-        for name, starts, ends in ((REASONED, form.start, form.end), (_ANSWER, *(form.content or ((), ())))):
-            opening += [(start, name) for start in starts]
-            starts_of_calls = undecided_starts if name == REASONED else []
-            found[name] = Region.of([*((end, CONTENT) for end in ends), *starts_of_calls], special)
+        ending = [(end, CONTENT) for end in form.end]
+        answers, ends = form.content or ((), ())
+        opening += [(start, REASONED) for start in form.start] + [(start, _ANSWER) for start in answers]
+        found[REASONED] = Region.of([*ending, *undecided_starts], special)
+        found[UNDECIDED] = Region.of(ending, ())
+        found[_ANSWER] = Region.of([(end, CONTENT) for end in ends], special)
     for number, (start, end) in enumerate(calls):
         opening.append((start, f"{number}"))
         found[f"{number}"] = Region.of([(end, CONTENT)] if end else [], ())

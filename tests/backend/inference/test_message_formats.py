@@ -158,7 +158,6 @@ _KIMI_CALL = (
     ("tools", "reasoning", "thoughts", "rest", "content", "calls"),
     [
         ("hermes", "think", "<think>Hm", f"\n{_CALL}{_CALL}", "", 2),
-        ("hermes", "think", "<think>Hm", _CALL.replace("Bern", "</think>"), "", 1),
         ("kimi_k2", "think", "<think>Hm", _KIMI_CALL, "", 1),
         ("openai", "harmony", "<|channel|>analysis<|message|>Hm", " to=functions.weather<|message|>{}<|call|>", "", 1),
         ("hermes", "think", f"<think>As {_CALL}", "</think>No.", "No.", 0),
@@ -180,6 +179,34 @@ def test_a_call_ends_reasoning_if_nothing_else_does(tools, reasoning, thoughts, 
         content,
     )
     assert (len(pieces[-1].calls), pieces[-1].malformed) == (calls, False)
+
+
+_HARMONY = "<|channel|>analysis<|message|>", "As to=functions.lookup_name or another", "<|end|>"
+_HARMONY_CALL = "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}<|call|>"
+_GEMMA_CALL = '<|tool_call>call:weather{city:<|"|>Bern<|"|>}<tool_call|>'
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "start", "thought", "end", "call"),
+    [
+        ("hermes", "think", "<think>", f"As {_CALL}", "</think>", _CALL),
+        ("hermes", "think", "<think>", "As <tool_call> and", "</think>", ""),
+        ("glm45", "think", "<think>", "As <tool_call> and", "</think>", ""),
+        ("gemma4", "gemma4", "<|channel>thought\n", f"As {_GEMMA_CALL}", "<channel|>", _GEMMA_CALL),
+        ("openai", "harmony", *_HARMONY, _HARMONY_CALL),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_a_call_in_reasoning_that_ends_is_a_mention(tools, reasoning, start, thought, end, call, size):
+    """Also if the delimiters of reasoning are no text; what follows is streamed."""
+    parser = message_parser(MessageFormats(tools, reasoning), "", TOOLS, (start, end))
+    text = start + thought + end + "So." * (tools != "openai") + call
+    pieces = [parser.feed(text[at : at + size]) for at in range(0, len(text), size)]
+    assert "".join(piece.reasoning for piece in pieces) == thought
+    assert "".join(piece.content for piece in pieces) == "So." * (tools != "openai")
+    last = parser.finish()
+    assert (last.content, last.reasoning, last.malformed) == ("", "", False)
+    assert [each["function"]["name"] for each in last.calls] == ["weather"] * bool(call)
 
 
 @pytest.mark.parametrize("kind", ["", " <|constrain|>json", "<|constrain|>json", " json"])
