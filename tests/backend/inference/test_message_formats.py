@@ -87,6 +87,7 @@ def test_a_damaged_output_is_read_alike_in_pieces_and_keeps_its_text(name, data,
 
 
 _BARE = "<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>"
+_MENTION = "I call <function=weather>."
 _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
 
 
@@ -128,6 +129,10 @@ _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
         ("qwen3_coder", f"I look.\n{_BARE}\n</tool_call>", "I look.", 1, False),
         ("qwen3_coder", f"{_BARE}\n{_BARE}", "", 2, False),
         ("qwen3_coder", _BARE[:-5], None, 0, True),
+        ("qwen3_coder", f"{_MENTION}\n<tool_call>{_BARE}</tool_call>", _MENTION, 1, False),
+        ("qwen3_coder", f"Well.\n<tool_call>{_BARE}</tool_call>\n{_MENTION}", f"Well.\n{_MENTION}", 1, False),
+        ("qwen3_coder", f"So:\n{_BARE}\n<tool_call>{_BARE}</tool_call>", f"So:\n{_BARE}", 1, False),
+        ("qwen3_coder", f"{_MENTION}\n{_CUT_OFF}", None, 0, True),
         ("qwen3_coder", _BARE.replace("weather", "go"), None, 0, False),
         ("qwen3_coder", f"<tool_call>{_BARE.replace('weather', 'go')}</tool_call>", "", 1, False),
         ("gpt_oss", "no channel", "no channel", 0, False),
@@ -145,6 +150,12 @@ def test_what_is_no_complete_call_stays_in_the_text(name, text, content, calls, 
     piece = parsed(name, text, cuts=tuple(range(size, len(text), size)) if len(text) < 1000 else ())
     assert piece.content == (text if content is None else content)
     assert (len(piece.calls), piece.malformed, piece.reasoning) == (calls, malformed, "")
+
+
+@pytest.mark.parametrize(("name", "text"), [("qwen3_coder", "Use <function=go> and <parameter=city> tags.")])
+def test_an_answer_about_calls_is_streamed(name, text):
+    parser = message_parser(MessageFormats.of(ALL_FAMILIES[name].source), "", TOOLS)
+    assert "".join(parser.feed(character).content for character in text) == text
 
 
 _CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
