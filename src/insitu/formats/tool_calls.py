@@ -261,13 +261,16 @@ def _typed_call(name: str, texts: Mapping[str, str], tools: Tools) -> ToolCall:
     return parsed_call({"name": name, "arguments": arguments})
 
 
+DESCRIPTIONS = frozenset(("title", "description", "default", "examples"))
+"""Keys of a schema that do not say which values it allows."""
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a property, with the keys of the definition of the root that it refers to, if it does.
 
-    The only schema of `allOf` is such a definition, too. Empty for what is no schema.
+    The only schema of `allOf` is such a definition, too, and none is one that says something else of a key. Empty for
+    what is no schema.
     """
     found = _mapping(schema)
     for _ in range(_MAX_REFERENCES):
@@ -276,9 +279,12 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
             key, definition = "$ref", _mapping(root.get(match[1])).get(match[2])
         else:
             key, definition = "allOf", parts[0] if isinstance(parts, list) and len(parts) == 1 else None
-        if not isinstance(definition, dict):
+        own = {name: value for name, value in found.items() if name != key}
+        if not isinstance(definition, dict) or any(
+            definition[name] != own[name] for name in definition.keys() & own.keys() - DESCRIPTIONS
+        ):
             break
-        found = {**definition, **{name: value for name, value in found.items() if name != key}}
+        found = {**definition, **own}
     return found
 
 
