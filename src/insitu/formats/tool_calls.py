@@ -130,15 +130,19 @@ def gemma4_calls(text: str, tools: Tools) -> list[ToolCall]:
     return [parsed_call({"name": head.removeprefix("call:").strip(), "arguments": _json("".join(parts))})]
 
 
+_HARMONY = re.compile(r"([^\s<]+)\s*(?:<\|channel\|>\w+\s*)?(?:<\|constrain\|>)?\w*\s*")
+
+
 def harmony_calls(text: str, tools: Tools) -> list[ToolCall]:
     """After `to=functions.`: the name, perhaps a channel and a content type, and the arguments.
 
-    Without text for these, a call of a function that takes arguments is cut off.
+    Without text for these, a call of a function that requires arguments is cut off.
     """
     head, found, arguments = text.partition("<|message|>")
-    name = re.split(r"[\s<]", head, maxsplit=1)[0]
-    takes_none = name in tool_names(tools) and not _parameters(name, tools).get("properties")
-    if found and takes_none and not arguments.strip():
+    if (match := _HARMONY.fullmatch(head)) is None:
+        raise ValueError("the text is not the header of a call")
+    name = match[1]
+    if found and not arguments.strip() and not _parameters(name, tools).get("required"):
         arguments = "{}"
     return [parsed_call({"name": name, "arguments": arguments})]
 

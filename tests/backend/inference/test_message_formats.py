@@ -136,7 +136,8 @@ _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
         ("qwen3_coder", _BARE.replace("weather", "go"), None, 0, False),
         ("qwen3_coder", f"<tool_call>{_BARE.replace('weather', 'go')}</tool_call>", "", 1, False),
         ("gpt_oss", "no channel", "no channel", 0, False),
-        ("gpt_oss", " to=functions.weather <|constrain|>json<|message|>", None, 0, True),
+        ("gpt_oss", ' to=functions.weather <|constrain|>json<|message|>{"city', None, 0, True),
+        ("gpt_oss", " to=functions.weather, or to=functions.lookup_name<|message|>{}", None, 0, True),
         ("glm45", "<tool_call>weather</tool_call>", "", 1, False),
         ("glm45", "<tool_call>weather", None, 0, True),
         ("glm45", "<tool_call>weather<arg_key>city</arg_key><arg_value>Bern</arg_value>\n", None, 0, True),
@@ -249,12 +250,14 @@ def test_reasoning_between_two_parts_of_content_does_not_join_them(text, content
     [
         (None, "<|message|>", 1),
         ({"type": "object", "properties": {}}, " <|constrain|>json<|message|>\n", 1),
-        ({"type": "object", "properties": {"zone": {}}}, "<|message|>", 0),
+        ({"type": "object", "properties": {"zone": {}}}, "<|message|>", 1),
+        ({"type": "object", "properties": {"zone": {}}, "required": ["zone"]}, "<|message|>", 0),
         (None, "", 0),
-        (None, "adays<|message|>", 0),
+        (None, "adays<|message|>", 1),
+        (None, " with a query<|channel|>commentary to=functions.now<|message|>", 0),
     ],
 )
-def test_a_call_of_gpt_oss_without_text_for_arguments_is_cut_off_unless_it_takes_none(parameters, text, calls):
+def test_a_call_of_gpt_oss_without_text_for_arguments_is_cut_off_if_it_requires_some(parameters, text, calls):
     tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
     parser = message_parser(MessageFormats("openai", "harmony"), "", tools)
     parser.feed(f"<|channel|>commentary to=functions.now{text}")
