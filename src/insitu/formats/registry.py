@@ -114,7 +114,7 @@ PHI4_MINI_JSON = ToolFormat(
     ("functools[", "<|tool_call|>", "<|tool|> <|/tool|>"),
     tool_calls.phi_calls,
     (("<|tool_call|>", "<|/tool_call|>"),),
-    bare=(("functools[", None),),
+    bare=tuple((f"functools{space}[", None) for space in ("", " ", "\n")),
     syntaxes=syntaxes.PHI4,
 )
 GRANITE = ToolFormat(

@@ -233,9 +233,15 @@ def tool_names(tools: Tools) -> set[str]:
 
 
 def mentions_call(text: str, tools: Tools) -> bool:
-    """Whether a text has the name of a tool where calls in JSON, in Python, or between tags have it."""
-    name = f"(?:{'|'.join(map(re.escape, tool_names(tools)))})"
-    return re.search(rf"""(?::\s*["']|<function=){name}(?!\w)|(?<!\w){name}\(""", text) is not None
+    """Whether a text has the name of a tool where calls in JSON, in Python, or between tags have it.
+
+    The text may end within a name in JSON.
+    """
+    known = tool_names(tools)
+    name = f"(?:{'|'.join(map(re.escape, known))})"
+    start = re.search(r"""["']name["']\s*:\s*["']([^"']*)$""", text)
+    is_cut_off = start is not None and any(each.startswith(start[1]) for each in known)
+    return is_cut_off or re.search(rf"""(?::\s*["']|<function=){name}(?!\w)|(?<!\w){name}\(""", text) is not None
 
 
 def parsed_call(value: Any, own_id: Any = None) -> ToolCall:
