@@ -128,8 +128,9 @@ LLAMA4_PYTHONIC = ToolFormat(
     whole="[{",
     syntaxes=syntaxes.LLAMA4,
 )
+_HEADER = "<|start_header_id|>"
 LLAMA3_JSON = ToolFormat(
-    ("<|python_tag|>", '<|start_header_id|> "parameters":', '"parameters": dictionary'),
+    ("<|python_tag|>", f'{_HEADER} "parameters":', rf"{_HEADER} \"parameters\":", '"parameters": dictionary'),
     tool_calls.json_calls,
     (("<|python_tag|>", None),),
     whole="{",

@@ -43,6 +43,7 @@ _TOOLCALL = """{{ '<TOOLCALL>[{{"name": "tool_name1", "arguments": "tool_args1"}
     ("template", "found"),
     [
         (_LLAMA + """{{ '{"name": "' + c.name + '", ' }}{{ '"parameters": ' }}""", "llama3_json"),
+        (_LLAMA + r"""{{ "{\"name\": function, \"parameters\": arguments}" }}""", "llama3_json"),
         (_LLAMA + '[{"name": "tool_call_name", "arguments": {"arg1": "value1"}}, ...', "xlam"),
         (_LLAMA + "{{ 'in the format [func_name1(params_name1=params_value1...), func_name2(params)]' }}", "pythonic"),
         (_LLAMA + _TOOLCALL, None),
