@@ -51,6 +51,7 @@ def argument(name: str, text: str, **parameters: Any) -> Any:
         ({"allOf": [TEXTS], "description": "d"}, "1", "1"),
         ({"type": ["string", "null"]}, "x", "x"),
         ({"enum": ["1", "2"]}, "1", "1"),
+        ({"oneOf": [{"const": f"{number}"} for number in range(300)]}, "1", "1"),
     ],
 )
 def test_an_argument_has_a_type_of_its_schema(name: str, schema: Any, text: str, value: Any) -> None:

@@ -157,19 +157,19 @@ class CallGrammar:
         return self.until(end, patterns, without)
 
 
-_MOST_BRANCHES = 256
+_MOST_BRANCHES = 4096
 
 
 def _branches(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The schemas of single types that a schema allows, each with its definitions."""
     shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
-    if (key := next((key for key in ("anyOf", "oneOf") if key in schema), None)) is not None:
-        for branch in schema[key]:
-            yield from _branches({**resolved(branch, schema), **shared})
-    elif isinstance(types := schema.get("type"), list):
-        yield from ({**schema, "type": each} for each in types)
-    else:
-        yield {**schema}
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            for branch in schema[key]:
+                yield from _branches({**resolved(branch, schema), **shared})
+            return
+    types = schema.get("type")
+    yield from ({**schema, "type": each} for each in types) if isinstance(types, list) else [{**schema}]
 
 
 def _escaped(text: str) -> str:
