@@ -330,21 +330,21 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def schema_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """The names of the types that a schema allows, which may refer to definitions of the root; empty if unknown."""
-    types: set[str] = set()
-    schemas, seen = [schema], set[int]()
-    for each in schemas:  # more are added; definitions may refer to each other in a circle
-        each = resolved(each, root)
-        stated = each.get("type")
-        types |= {name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str)}
-        for branches in (each.get("anyOf"), each.get("oneOf")):
-            if isinstance(branches, list) and id(branches) not in seen:
-                seen.add(id(branches))
-                schemas += branches
-        values = [each["const"]] if "const" in each else each.get("enum")
-        if not stated and isinstance(values, list):
-            types |= {name for name, kinds in _JSON_TYPES.items() if any(type(value) in kinds for value in values)}
+def schema_types(schema: Any, root: Mapping[str, Any], seen: set[int] | None = None) -> set[str]:
+    """The names of the types that a schema allows, which may refer to definitions of the root; empty if unknown.
+
+    `seen` are the ids of the unions so far, as definitions may refer to each other in a circle.
+    """
+    found, seen = resolved(schema, root), set() if seen is None else seen
+    stated = found.get("type")
+    types = {name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str)}
+    values = [found["const"]] if "const" in found else found.get("enum")
+    if not stated and isinstance(values, list):
+        types = {name for name, kinds in _JSON_TYPES.items() if any(type(value) in kinds for value in values)}
+    for union in (found.get("anyOf"), found.get("oneOf")):
+        if isinstance(union, list) and id(union) not in seen:
+            seen.add(id(union))
+            types = types.union(*(schema_types(each, root, seen) for each in union))
     return types
 
 
