@@ -66,7 +66,9 @@ def parsed(formats: MessageFormats, text: str, cuts: tuple[int, ...] = (), speci
 
 
 def delimiters(name: str, reasoning: str) -> list[str]:
-    regions = (("<call>", "</call>"),) if name == TEMPLATE else tool_format(name).regions
+    regions = (("<call>", "</call>"),)
+    if name != TEMPLATE:
+        regions = (*tool_format(name).regions, *tool_format(name).bare_regions(TOOLS))
     form = None if reasoning == NONE else reasoning_format(reasoning)
     thought = () if form is None else chain(form.start, form.end, *(form.content or ()))
     return [*filter(None, chain(*regions)), *thought]

@@ -51,11 +51,27 @@ def argument(name: str, text: str, **parameters: Any) -> Any:
         ({"allOf": [TEXTS], "description": "d"}, "1", "1"),
         ({"type": ["string", "null"]}, "x", "x"),
         ({"enum": ["1", "2"]}, "1", "1"),
+        ({"oneOf": [{"const": f"{number}"} for number in range(300)]}, "1", "1"),
     ],
 )
 def test_an_argument_has_a_type_of_its_schema(name: str, schema: Any, text: str, value: Any) -> None:
     parameters: dict[str, Any] = {"properties": {"a": schema}, "required": ["a"], "$defs": DEFINITIONS}
     assert repr(argument(name, text, **parameters)) == repr(value)
+    assert accepts(name, text, **parameters)
+
+
+@each_form
+@pytest.mark.parametrize(("text", "fits"), [('{"b":1}', False), ('{"c":1}', False), ('{"c":1,"b":1}', True)])
+@pytest.mark.parametrize("base", [{"allOf": [{"$ref": "#/$defs/base"}]}, {"$ref": "#/$defs/base"}])
+def test_a_schema_and_one_that_it_extends_are_both_matched(name: str, text: str, fits: bool, base: Any) -> None:
+    extended = {**base, "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+    definitions = {"base": {"type": "object", "properties": {"c": {"type": "integer"}}, "required": ["c"]}}
+    parameters: dict[str, Any] = {"properties": {"a": extended}, "required": ["a"], "$defs": definitions}
+    assert accepts(name, text, **parameters) is fits
+
+
+def accepts(name: str, text: str, **parameters: Any) -> bool:
+    """Whether the grammar of a forced call has this argument."""
     tokenizer = tokenizer_of(ALL_FAMILIES[name])
     markers = ChatTokenizer(tokenizer).markers
     grammar = forced_grammar(MessageFormats(name, "none"), tools(**parameters), "", markers, several=False)
@@ -63,7 +79,7 @@ def test_an_argument_has_a_type_of_its_schema(name: str, schema: Any, text: str,
     matcher = LLMatcher(tokens, llguidance.grammar_from("grammar", grammar), log_level=0)
     assert not matcher.get_error()
     written = tokenizer.encode(text.join(FORMS[name]), add_special_tokens=False)
-    assert matcher.validate_tokens(written) == len(written)
+    return matcher.validate_tokens(written) == len(written)
 
 
 @each_form

@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from insitu.formats.tool_calls import Tools, resolved
+from insitu.formats.tool_calls import DESCRIPTIONS, Tools, resolved
 
 JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n {0,20}"}
 """Optional between the parts of JSON. Were it unlimited, a model that does not know JSON would write little else."""
 ANY_TEXT = "(?s:.*)"
 _DEFINITIONS = ("$defs", "definitions")
-_DESCRIPTIONS = frozenset(("title", "description", "default", "examples"))
-_WHOLE = _DESCRIPTIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+_WHOLE = DESCRIPTIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 """Keys of parameters that formats may have which write arguments one by one."""
 _COMPOSED = frozenset(("allOf", "anyOf", "oneOf", "$ref", "patternProperties"))
 _NOT_TEXT = re.compile(r"[\s<>{}\[\]()\"'`]")
@@ -146,7 +145,7 @@ class CallGrammar:
             if not values:
                 raise ValueError("an enum without values cannot be written")
             return self.text(*((each if isinstance(each, str) else json.dumps(each)) + end for each in values))
-        if schema.get("type") != "string" and schema.keys() - _DESCRIPTIONS - {*_DEFINITIONS}:
+        if schema.get("type") != "string" and schema.keys() - DESCRIPTIONS - {*_DEFINITIONS}:
             return f"{self.json(schema)} {self.text(end)}"
         patterns = [f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})"]
         if isinstance(pattern := schema.get("pattern"), str):
@@ -158,19 +157,19 @@ class CallGrammar:
         return self.until(end, patterns, without)
 
 
-_MOST_BRANCHES = 256
+_MOST_BRANCHES = 4096
 
 
 def _branches(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The schemas of single types that a schema allows, each with its definitions."""
     shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
-    if (key := next((key for key in ("anyOf", "oneOf") if key in schema), None)) is not None:
-        for branch in schema[key]:
-            yield from _branches({**resolved(branch, schema), **shared})
-    elif isinstance(types := schema.get("type"), list):
-        yield from ({**schema, "type": each} for each in types)
-    else:
-        yield {**schema}
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            for branch in schema[key]:
+                yield from _branches({**resolved(branch, schema), **shared})
+            return
+    types = schema.get("type")
+    yield from ({**schema, "type": each} for each in types) if isinstance(types, list) else [{**schema}]
 
 
 def _escaped(text: str) -> str:

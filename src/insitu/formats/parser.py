@@ -20,7 +20,7 @@ from pydantic import AfterValidator
 
 from insitu.errors import BackendError
 from insitu.formats.forced_calls import Reasoning, forced_calls
-from insitu.formats.regions import CONTENT, REASONED, UNDECIDED, Kind, RegionScanner, regions
+from insitu.formats.regions import CONTENT, REASONED, UNDECIDED, Held, Kind, RegionScanner, regions
 from insitu.formats.registry import NONE, REASONING, TOOLS, reasoning_format, recognize, renders_tools, tool_format
 from insitu.formats.tool_calls import Tools, call_id, mentions_call, parsed_call, tool_names
 from insitu.schemas.parts import names
@@ -149,30 +149,6 @@ _PART = 256
 """Characters that a parser of transformers gets at once."""
 
 
-class _Held:
-    """Text without white space at its ends, which is held until more text follows.
-
-    Between two of its parts is the white space of the first, or a line break.
-    """
-
-    def __init__(self, characters: str | None, *, from_start: bool) -> None:
-        self._characters = characters
-        self.from_start = from_start
-        """Whether white space at the beginning of a part is dropped."""
-        self.space = ""
-        self._has_begun = False
-
-    def add(self, text: str) -> str:
-        if self.from_start and (text := text.lstrip(self._characters)):
-            self.space = (self.space or "\n") if self._has_begun else ""
-        text = self.space + text
-        kept = text.rstrip(self._characters)
-        self.space = text[len(kept) :]
-        self.from_start = self.from_start and not kept
-        self._has_begun = self._has_begun or bool(kept)
-        return kept
-
-
 class Parser(ABC):
     """Parses one completion."""
 
@@ -188,17 +164,21 @@ class Parser(ABC):
 class RegionParser(Parser):
     """Parses completions in the formats of the registry."""
 
-    def __init__(self, formats: MessageFormats, prompt: str, tools: Tools, special: tuple[str, ...]) -> None:
+    def __init__(
+        self, formats: MessageFormats, prompt: str, tools: Tools, special: tuple[str, ...], *, bare: bool = True
+    ) -> None:
         name = formats.tools if tools and formats.tools is not None else NONE
         self._format = tool_format(name) if name != NONE else None
         self._tools = tools
         self._without_reasoning = partial(RegionParser, MessageFormats(name, NONE), "", tools, special)
         is_open = bool(opened_reasoning(formats.reasoning, prompt))
-        found, self._decided = (regions(name, formats.reasoning, special, undecided=each) for each in (True, False))
+        self._bare = dict(self._format.bare_regions(tools)) if self._format and bare else {}
+        calls = (*(self._format.regions if self._format else ()), *self._bare.items())
+        found, self._decided = (regions(calls, formats.reasoning, special, undecided=each) for each in (True, False))
         self._scanner = RegionScanner(found, REASONED if is_open else CONTENT)
         self._undecided: list[str] = []
-        """All text from the first beginning of a call in reasoning on."""
-        self._content, self._reasoning = _Held(None, from_start=False), _Held("\n", from_start=True)
+        """Text of reasoning from the beginning of a call on, and the end of the reasoning."""
+        self._content, self._reasoning = Held(None, from_start=False), Held("\n", from_start=True)
         self._bodies: list[list[str]] = []
         """The texts of the regions of calls, in pieces."""
         self._is_open = False
@@ -213,13 +193,12 @@ class RegionParser(Parser):
         """Whether they are, and whether any calls are without the delimiters of their format."""
 
     def feed(self, text: str) -> Piece:
-        return self._read(text, final=False)
+        return self._read(self._scanner, text, final=False)
 
     def finish(self) -> Piece:
-        content, reasoning, _, _ = self._read("", final=True)
-        if text := "".join(self._undecided):
-            self._scanner = RegionScanner(self._decided, CONTENT if self._are_calls(text) else REASONED)
-            rest = self._read(text, final=True)
+        content, reasoning, _, _ = self._read(self._scanner, "", final=True)
+        if self._undecided:
+            rest = self._reread(CONTENT if self._are_calls("".join(self._undecided)) else REASONED)
             content, reasoning = content + rest.content, reasoning + rest.reasoning
         if not self._raw:
             return Piece(content + self._content.space, reasoning)
@@ -227,22 +206,31 @@ class RegionParser(Parser):
         try:
             calls = self._calls(raw)
         except ValueError:
+            first, last = self._parsed(raw, bare=False) if self._bare else (Piece(), Piece())
+            if last.calls:
+                return Piece(content + self._content.add(first.content) + last.content, reasoning, last.calls)
             malformed = not self._is_bare or mentions_call(raw, self._tools)
             return Piece(content + self._content.space + raw, reasoning, malformed=malformed)
         after = "" if self._is_whole else "".join(self._after).strip()
         return Piece(content + (after and f"\n{after}"), reasoning, tuple(calls))
 
-    def _read(self, text: str, *, final: bool) -> Piece:
+    def _reread(self, region: str) -> Piece:
+        """Reads the undecided text as one that begins in a region."""
+        text, self._undecided = "".join(self._undecided), []
+        return self._read(RegionScanner(self._decided, region), text, final=True)
+
+    def _read(self, scanner: RegionScanner, text: str, *, final: bool) -> Piece:
         content, reasoning = [], []
-        for region, kind, part in self._scanner.read(text, final=final):
+        for region, kind, part in scanner.read(text, final=final):
             if region == UNDECIDED:
                 self._undecided.append(part)
+                if kind is Kind.END:
+                    reasoning.append(self._reread(REASONED).reasoning)
             elif region.isdigit():
                 self._raw.append(part)
                 self._is_open = kind is not Kind.END
                 if kind is Kind.START:
-                    assert self._format is not None
-                    self._bodies.append([part] if part in self._format.bare else [])
+                    self._bodies.append([part] if part in self._bare else [])
                     self._is_bare = self._is_bare or bool(self._bodies[-1])
                 elif kind is Kind.TEXT:
                     self._bodies[-1].append(part)
@@ -272,11 +260,14 @@ class RegionParser(Parser):
 
     def _are_calls(self, text: str) -> bool:
         """Whether text within reasoning is nothing but calls of the request's tools, which end it."""
-        parser = self._without_reasoning()
-        parser.feed(text)
-        piece = parser.finish()
-        names = {call["function"]["name"] for call in piece.calls}
-        return bool(names) and names <= tool_names(self._tools) and not piece.content
+        first, last = self._parsed(text, bare=True)
+        names = {call["function"]["name"] for call in last.calls}
+        return bool(names) and names <= tool_names(self._tools) and not first.content and not last.content
+
+    def _parsed(self, text: str, *, bare: bool) -> tuple[Piece, Piece]:
+        """What is before the calls of a text without reasoning, and the rest of it."""
+        parser = self._without_reasoning(bare=bare)
+        return parser.feed(text), parser.finish()
 
     def _calls(self, raw: str) -> list[dict[str, Any]]:
         """Raises ValueError if a call cannot be parsed."""
@@ -313,7 +304,7 @@ class TemplateParser(Parser):
 
     def _restart(self) -> None:
         self._parser: Any = self._new_parser()
-        self._held = {name: _Held(characters, from_start=True) for name, characters in self._strips.items()}
+        self._held = {name: Held(characters, from_start=True) for name, characters in self._strips.items()}
         self._at = 0
         """Where the text ends that is content or reasoning."""
         self._calls: list[dict[str, Any]] = []

@@ -3,17 +3,17 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, auto
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
-from insitu.formats.registry import NONE, reasoning_format, tool_format
+from insitu.formats.registry import NONE, Delimiters, reasoning_format
 
 CONTENT, REASONED = "content", "reasoning"
-"""Names of regions. Those of calls are numbered as in their format."""
+"""Names of regions. Those of calls are numbers."""
 _ANSWER = "answer"
 """Content between delimiters."""
 UNDECIDED = "undecided"
-"""Text that follows the beginning of a call in reasoning, which it ends or mentions."""
+"""Reasoning from the beginning of a call on: a mention if the reasoning ends, else perhaps calls."""
 
 
 class Kind(Enum):
@@ -45,22 +45,23 @@ class Region(NamedTuple):
         return cls(following, pattern, prefixes, max(map(len, prefixes), default=0))
 
 
-@cache
-def regions(tools: str, reasoning: str, special: tuple[str, ...], *, undecided: bool) -> dict[str, Region]:
-    """The regions of two formats by name. `special` are tokens that are not text, outside of calls.
+@lru_cache
+def regions(calls: Delimiters, reasoning: str, special: tuple[str, ...], *, undecided: bool) -> dict[str, Region]:
+    """The regions of calls and of a format of reasoning. `special` are tokens that are not text, outside of calls.
 
-    With `undecided`, the beginning of a call in reasoning leads to all text that follows.
+    With `undecided`, the beginning of a call in reasoning leads to that region.
     """
     opening: list[tuple[str, str | None]] = []
-    calls = tool_format(tools).regions if tools != NONE else ()
     undecided_starts = [(start, UNDECIDED) for start, _ in calls if undecided]
-    found: dict[str, Region] = {UNDECIDED: Region.of([], ())}
+    found: dict[str, Region] = {}
     if reasoning != NONE:
         form = reasoning_format(reasoning)
-        for name, starts, ends in ((REASONED, form.start, form.end), (_ANSWER, *(form.content or ((), ())))):
-            opening += [(start, name) for start in starts]
-            starts_of_calls = undecided_starts if name == REASONED else []
-            found[name] = Region.of([*((end, CONTENT) for end in ends), *starts_of_calls], special)
+        ending = [(end, CONTENT) for end in form.end]
+        answers, ends = form.content or ((), ())
+        opening += [(start, REASONED) for start in form.start] + [(start, _ANSWER) for start in answers]
+        found[REASONED] = Region.of([*ending, *undecided_starts], special)
+        found[UNDECIDED] = Region.of(ending, ())
+        found[_ANSWER] = Region.of([(end, CONTENT) for end in ends], special)
     for number, (start, end) in enumerate(calls):
         opening.append((start, f"{number}"))
         found[f"{number}"] = Region.of([(end, CONTENT)] if end else [], ())
@@ -103,3 +104,27 @@ class RegionScanner:
         """Where a delimiter begins that the text may continue, or its end."""
         places = range(max(at, len(text) - region.longest), len(text))
         return next((place for place in places if text[place:] in region.prefixes), len(text))
+
+
+class Held:
+    """Text without white space at its ends, which is held until more text follows.
+
+    Between two of its parts is the white space of the first, or a line break.
+    """
+
+    def __init__(self, characters: str | None, *, from_start: bool) -> None:
+        self._characters = characters
+        self.from_start = from_start
+        """Whether white space at the beginning of a part is dropped."""
+        self.space = ""
+        self._has_begun = False
+
+    def add(self, text: str) -> str:
+        if self.from_start and (text := text.lstrip(self._characters)):
+            self.space = (self.space or "\n") if self._has_begun else ""
+        text = self.space + text
+        kept = text.rstrip(self._characters)
+        self.space = text[len(kept) :]
+        self.from_start = self.from_start and not kept
+        self._has_begun = self._has_begun or bool(kept)
+        return kept

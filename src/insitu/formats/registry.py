@@ -19,28 +19,37 @@ _STRINGS = re.compile(r"'(?:\\.|[^'\\])*'" + r'|"(?:\\.|[^"\\])*"', re.DOTALL)
 TOOLS, REASONING = "tool_formats", "reasoning_formats"
 NONE = "none"
 """Leaves tool calls, or reasoning, in the text."""
+Delimiters = tuple[tuple[str, str | None], ...]
+"""Of regions: how they begin and end; without an end, a region lasts until the message does."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     """How tool calls are written. `parse` gets the text of a region and the tools of the request.
 
-    `regions` are the delimiters around calls; without an end, a region lasts until the message does. Content that
-    begins with a character of `whole` is calls if it can be parsed as calls of the request's tools.
+    `regions` are the delimiters around calls. Content that begins with a character of `whole` is calls if it can be
+    parsed as calls of the request's tools.
     """
 
     markers: tuple[str, ...]
     """A chat template is for this format if it has all words of one of these."""
     parse: Callable[[str, Tools], Iterable[ToolCall]]
-    regions: tuple[tuple[str, str | None], ...] = ()
+    regions: Delimiters = ()
     whole: str = ""
     new_id: Callable[[], str] = call_id
     syntaxes: tuple[CallSyntax, ...] = ()
     """How calls are written that a request forces; empty if it cannot force any."""
     needs_end: bool = False
     """Whether a region without its end is no calls, as `parse` cannot see that they are cut off."""
-    bare: tuple[str, ...] = ()
-    """Delimiters of `regions` that are the beginning of the calls, which must be of the request's tools."""
+    bare: Delimiters = ()
+    """Of calls of the request's tools that begin with the first delimiter, in which `NAME` is that of a tool.
+
+    They are text beside calls in `regions` if they cannot be parsed.
+    """
+
+    def bare_regions(self, tools: Tools) -> Delimiters:
+        known = sorted(tool_names(tools))
+        return tuple(dict.fromkeys((start.replace("NAME", name), end) for start, end in self.bare for name in known))
 
     def calls(self, text: str, tools: Tools) -> list[ToolCall]:
         """The calls in the text of a region. Raises ValueError if it is not complete calls."""
@@ -89,8 +98,8 @@ MINIMAX_M2 = ToolFormat(("<minimax:tool_call>",), _minimax_calls, _MINIMAX_TAGS,
 QWEN3_CODER = ToolFormat(
     ("<tool_call> <function= <parameter=",),
     partial(tool_calls.tagged_calls, tool_calls.QWEN),
-    (*_TAGS, ("<function=", "</tool_call>")),
-    bare=("<function=",),
+    _TAGS,
+    bare=(("<function=NAME>", "</tool_call>"),),
     syntaxes=syntaxes.QWEN3_CODER,
 )
 GLM45 = ToolFormat(("<arg_key>",), tool_calls.glm_calls, _TAGS, needs_end=True, syntaxes=syntaxes.GLM45)
@@ -104,8 +113,8 @@ MISTRAL = ToolFormat(
 PHI4_MINI_JSON = ToolFormat(
     ("functools[", "<|tool_call|>", "<|tool|> <|/tool|>"),
     tool_calls.phi_calls,
-    (("functools[", None), ("<|tool_call|>", "<|/tool_call|>")),
-    bare=("functools[",),
+    (("<|tool_call|>", "<|/tool_call|>"),),
+    bare=tuple((f"functools{space}[", None) for space in ("", " ", "\n")),
     syntaxes=syntaxes.PHI4,
 )
 GRANITE = ToolFormat(
@@ -119,8 +128,9 @@ LLAMA4_PYTHONIC = ToolFormat(
     whole="[{",
     syntaxes=syntaxes.LLAMA4,
 )
+_HEADER = "<|start_header_id|>"
 LLAMA3_JSON = ToolFormat(
-    ("<|python_tag|>", '<|start_header_id|> "parameters":', '"parameters": dictionary'),
+    ("<|python_tag|>", f'{_HEADER} "parameters":', rf"{_HEADER} \"parameters\":", '"parameters": dictionary'),
     tool_calls.json_calls,
     (("<|python_tag|>", None),),
     whole="{",
@@ -187,10 +197,11 @@ def format_of(text: str, tools: Tools) -> str | None:
     known = tool_names(tools)
     for name in names(TOOLS):
         form = tool_format(name)
+        bare = form.bare_regions(tools)
         parts = [
-            (start if start in form.bare else "")
+            (start if (start, end) in bare else "")
             + re.split(re.escape(end) if end else "$^", text.partition(start)[2], maxsplit=1)[0]
-            for start, end in form.regions
+            for start, end in (*form.regions, *bare)
             if start in text
         ]
         if text.lstrip()[:1] in [*form.whole]:

@@ -130,15 +130,19 @@ def gemma4_calls(text: str, tools: Tools) -> list[ToolCall]:
     return [parsed_call({"name": head.removeprefix("call:").strip(), "arguments": _json("".join(parts))})]
 
 
+_HARMONY = re.compile(r"([^\s<]+)\s*(?:<\|channel\|>\w+\s*)?(?:<\|constrain\|>)?\w*\s*")
+
+
 def harmony_calls(text: str, tools: Tools) -> list[ToolCall]:
     """After `to=functions.`: the name, perhaps a channel and a content type, and the arguments.
 
-    Without text for these, a call of a function that takes arguments is cut off.
+    Without text for these, a call of a function that requires arguments is cut off.
     """
     head, found, arguments = text.partition("<|message|>")
-    name = re.split(r"[\s<]", head, maxsplit=1)[0]
-    takes_none = name in tool_names(tools) and not _parameters(name, tools).get("properties")
-    if found and takes_none and not arguments.strip():
+    if (match := _HARMONY.fullmatch(head)) is None:
+        raise ValueError("the text is not the header of a call")
+    name = match[1]
+    if found and not arguments.strip() and not _parameters(name, tools).get("required"):
         arguments = "{}"
     return [parsed_call({"name": name, "arguments": arguments})]
 
@@ -229,9 +233,15 @@ def tool_names(tools: Tools) -> set[str]:
 
 
 def mentions_call(text: str, tools: Tools) -> bool:
-    """Whether a text has the name of a tool where calls in JSON, in Python, or between tags have it."""
-    name = f"(?:{'|'.join(map(re.escape, tool_names(tools)))})"
-    return re.search(rf"""(?::\s*["']|<function=){name}(?!\w)|(?<!\w){name}\(""", text) is not None
+    """Whether a text has the name of a tool where calls in JSON, in Python, or between tags have it.
+
+    The text may end within a name in JSON.
+    """
+    known = tool_names(tools)
+    name = f"(?:{'|'.join(map(re.escape, known))})"
+    start = re.search(r"""["']name["']\s*:\s*["']([^"']*)$""", text)
+    is_cut_off = start is not None and any(each.startswith(start[1]) for each in known)
+    return is_cut_off or re.search(rf"""(?::\s*["']|<function=){name}(?!\w)|(?<!\w){name}\(""", text) is not None
 
 
 def parsed_call(value: Any, own_id: Any = None) -> ToolCall:
@@ -261,13 +271,16 @@ def _typed_call(name: str, texts: Mapping[str, str], tools: Tools) -> ToolCall:
     return parsed_call({"name": name, "arguments": arguments})
 
 
+DESCRIPTIONS = frozenset(("title", "description", "default", "examples"))
+"""Keys of a schema that do not say which values it allows."""
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a property, with the keys of the definition of the root that it refers to, if it does.
 
-    The only schema of `allOf` is such a definition, too. Empty for what is no schema.
+    The only schema of `allOf` is such a definition, too, and none is one that says something else of a key. Empty for
+    what is no schema.
     """
     found = _mapping(schema)
     for _ in range(_MAX_REFERENCES):
@@ -276,9 +289,12 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
             key, definition = "$ref", _mapping(root.get(match[1])).get(match[2])
         else:
             key, definition = "allOf", parts[0] if isinstance(parts, list) and len(parts) == 1 else None
-        if not isinstance(definition, dict):
+        own = {name: value for name, value in found.items() if name != key}
+        if not isinstance(definition, dict) or any(
+            definition[name] != own[name] for name in definition.keys() & own.keys() - DESCRIPTIONS
+        ):
             break
-        found = {**definition, **{name: value for name, value in found.items() if name != key}}
+        found = {**definition, **own}
     return found
 
 
@@ -314,21 +330,21 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def schema_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """The names of the types that a schema allows, which may refer to definitions of the root; empty if unknown."""
-    types: set[str] = set()
-    schemas, seen = [schema], set[int]()
-    for each in schemas:  # more are added; definitions may refer to each other in a circle
-        each = resolved(each, root)
-        stated = each.get("type")
-        types |= {name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str)}
-        for branches in (each.get("anyOf"), each.get("oneOf")):
-            if isinstance(branches, list) and id(branches) not in seen:
-                seen.add(id(branches))
-                schemas += branches
-        values = [each["const"]] if "const" in each else each.get("enum")
-        if not stated and isinstance(values, list):
-            types |= {name for name, kinds in _JSON_TYPES.items() if any(type(value) in kinds for value in values)}
+def schema_types(schema: Any, root: Mapping[str, Any], seen: set[int] | None = None) -> set[str]:
+    """The names of the types that a schema allows, which may refer to definitions of the root; empty if unknown.
+
+    `seen` are the ids of the unions so far, as definitions may refer to each other in a circle.
+    """
+    found, seen = resolved(schema, root), set() if seen is None else seen
+    stated = found.get("type")
+    types = {name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str)}
+    values = [found["const"]] if "const" in found else found.get("enum")
+    if not stated and isinstance(values, list):
+        types = {name for name, kinds in _JSON_TYPES.items() if any(type(value) in kinds for value in values)}
+    for union in (found.get("anyOf"), found.get("oneOf")):
+        if isinstance(union, list) and id(union) not in seen:
+            seen.add(id(union))
+            types = types.union(*(schema_types(each, root, seen) for each in union))
     return types
 
 

@@ -235,7 +235,7 @@ def function(name: str = "f", **parameters: Any) -> dict[str, Any]:
         ("qwen3_coder", {"tools": [function(anyOf=[])]}, "tool_choice", "anyOf, which this format cannot write"),
         ("qwen3_coder", {"tools": [function(properties=5)]}, "tools", "no JSON schema"),
         ("qwen3_coder", {"tools": [function(properties=CIRCLE, **{"$defs": CIRCLE})]}, "tools", "no JSON schema"),
-        ("qwen3_coder", {"tools": [function(properties=TOWER, **{"$defs": TOWER})]}, "tool_choice", "more than 256"),
+        ("qwen3_coder", {"tools": [function(properties=TOWER, **{"$defs": TOWER})]}, "tool_choice", "more than 4096"),
         ("qwen3_coder", {"tools": [function(properties={"a": {"enum": []}})]}, "tool_choice", "enum without values"),
     ],
 )

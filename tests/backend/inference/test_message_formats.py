@@ -43,6 +43,7 @@ _TOOLCALL = """{{ '<TOOLCALL>[{{"name": "tool_name1", "arguments": "tool_args1"}
     ("template", "found"),
     [
         (_LLAMA + """{{ '{"name": "' + c.name + '", ' }}{{ '"parameters": ' }}""", "llama3_json"),
+        (_LLAMA + r"""{{ "{\"name\": function, \"parameters\": arguments}" }}""", "llama3_json"),
         (_LLAMA + '[{"name": "tool_call_name", "arguments": {"arg1": "value1"}}, ...', "xlam"),
         (_LLAMA + "{{ 'in the format [func_name1(params_name1=params_value1...), func_name2(params)]' }}", "pythonic"),
         (_LLAMA + _TOOLCALL, None),
@@ -87,6 +88,7 @@ def test_a_damaged_output_is_read_alike_in_pieces_and_keeps_its_text(name, data,
 
 
 _BARE = "<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>"
+_MENTION = "I call <function=weather>."
 _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
 
 
@@ -120,6 +122,11 @@ _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
         ("pythonic", "[weather(city='Be", None, 0, True),
         ("phi4_functools", "Use functools.lru_cache, then weather.", None, 0, False),
         ("phi4_functools", "functools[weather]", None, 0, False),
+        ("phi4_functools", 'functools [{"name": "weather"}]', "", 1, False),
+        ("phi4_functools", 'I look.\n\nfunctools\n[{"name": "weather"}]', "I look.", 1, False),
+        ("phi4_functools", 'functools[{"name": "wea', None, 0, True),
+        ("phi4_functools", 'functools[{"name": "Bo', None, 0, False),
+        ("llama3", '{"name": "wea', None, 0, True),
         ("phi4_functools", 'functools[{"name": "weather", "arguments": {"city": "Be', None, 0, True),
         ("pythonic", "[1, 2]", "[1, 2]", 0, False),
         ("pythonic", "[weather('Bern')]", None, 0, True),
@@ -128,10 +135,15 @@ _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
         ("qwen3_coder", f"I look.\n{_BARE}\n</tool_call>", "I look.", 1, False),
         ("qwen3_coder", f"{_BARE}\n{_BARE}", "", 2, False),
         ("qwen3_coder", _BARE[:-5], None, 0, True),
+        ("qwen3_coder", f"{_MENTION}\n<tool_call>{_BARE}</tool_call>", _MENTION, 1, False),
+        ("qwen3_coder", f"Well.\n<tool_call>{_BARE}</tool_call>\n{_MENTION}", f"Well.\n{_MENTION}", 1, False),
+        ("qwen3_coder", f"So:\n{_BARE}\n<tool_call>{_BARE}</tool_call>", f"So:\n{_BARE}", 1, False),
+        ("qwen3_coder", f"{_MENTION}\n{_CUT_OFF}", None, 0, True),
         ("qwen3_coder", _BARE.replace("weather", "go"), None, 0, False),
         ("qwen3_coder", f"<tool_call>{_BARE.replace('weather', 'go')}</tool_call>", "", 1, False),
         ("gpt_oss", "no channel", "no channel", 0, False),
-        ("gpt_oss", " to=functions.weather <|constrain|>json<|message|>", None, 0, True),
+        ("gpt_oss", ' to=functions.weather <|constrain|>json<|message|>{"city', None, 0, True),
+        ("gpt_oss", " to=functions.weather, or to=functions.lookup_name<|message|>{}", None, 0, True),
         ("glm45", "<tool_call>weather</tool_call>", "", 1, False),
         ("glm45", "<tool_call>weather", None, 0, True),
         ("glm45", "<tool_call>weather<arg_key>city</arg_key><arg_value>Bern</arg_value>\n", None, 0, True),
@@ -147,6 +159,12 @@ def test_what_is_no_complete_call_stays_in_the_text(name, text, content, calls, 
     assert (len(piece.calls), piece.malformed, piece.reasoning) == (calls, malformed, "")
 
 
+@pytest.mark.parametrize(("name", "text"), [("qwen3_coder", "Use <function=go> and <parameter=city> tags.")])
+def test_an_answer_about_calls_is_streamed(name, text):
+    parser = message_parser(MessageFormats.of(ALL_FAMILIES[name].source), "", TOOLS)
+    assert "".join(parser.feed(character).content for character in text) == text
+
+
 _CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
 _KIMI_CALL = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{}"
@@ -158,7 +176,6 @@ _KIMI_CALL = (
     ("tools", "reasoning", "thoughts", "rest", "content", "calls"),
     [
         ("hermes", "think", "<think>Hm", f"\n{_CALL}{_CALL}", "", 2),
-        ("hermes", "think", "<think>Hm", _CALL.replace("Bern", "</think>"), "", 1),
         ("kimi_k2", "think", "<think>Hm", _KIMI_CALL, "", 1),
         ("openai", "harmony", "<|channel|>analysis<|message|>Hm", " to=functions.weather<|message|>{}<|call|>", "", 1),
         ("hermes", "think", f"<think>As {_CALL}", "</think>No.", "No.", 0),
@@ -180,6 +197,34 @@ def test_a_call_ends_reasoning_if_nothing_else_does(tools, reasoning, thoughts, 
         content,
     )
     assert (len(pieces[-1].calls), pieces[-1].malformed) == (calls, False)
+
+
+_HARMONY = "<|channel|>analysis<|message|>", "As to=functions.lookup_name or another", "<|end|>"
+_HARMONY_CALL = "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}<|call|>"
+_GEMMA_CALL = '<|tool_call>call:weather{city:<|"|>Bern<|"|>}<tool_call|>'
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "start", "thought", "end", "call"),
+    [
+        ("hermes", "think", "<think>", f"As {_CALL}", "</think>", _CALL),
+        ("hermes", "think", "<think>", "As <tool_call> and", "</think>", ""),
+        ("glm45", "think", "<think>", "As <tool_call> and", "</think>", ""),
+        ("gemma4", "gemma4", "<|channel>thought\n", f"As {_GEMMA_CALL}", "<channel|>", _GEMMA_CALL),
+        ("openai", "harmony", *_HARMONY, _HARMONY_CALL),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_a_call_in_reasoning_that_ends_is_a_mention(tools, reasoning, start, thought, end, call, size):
+    """Also if the delimiters of reasoning are no text; what follows is streamed."""
+    parser = message_parser(MessageFormats(tools, reasoning), "", TOOLS, (start, end))
+    text = start + thought + end + "So." * (tools != "openai") + call
+    pieces = [parser.feed(text[at : at + size]) for at in range(0, len(text), size)]
+    assert "".join(piece.reasoning for piece in pieces) == thought
+    assert "".join(piece.content for piece in pieces) == "So." * (tools != "openai")
+    last = parser.finish()
+    assert (last.content, last.reasoning, last.malformed) == ("", "", False)
+    assert [each["function"]["name"] for each in last.calls] == ["weather"] * bool(call)
 
 
 @pytest.mark.parametrize("kind", ["", " <|constrain|>json", "<|constrain|>json", " json"])
@@ -211,12 +256,14 @@ def test_reasoning_between_two_parts_of_content_does_not_join_them(text, content
     [
         (None, "<|message|>", 1),
         ({"type": "object", "properties": {}}, " <|constrain|>json<|message|>\n", 1),
-        ({"type": "object", "properties": {"zone": {}}}, "<|message|>", 0),
+        ({"type": "object", "properties": {"zone": {}}}, "<|message|>", 1),
+        ({"type": "object", "properties": {"zone": {}}, "required": ["zone"]}, "<|message|>", 0),
         (None, "", 0),
-        (None, "adays<|message|>", 0),
+        (None, "adays<|message|>", 1),
+        (None, " with a query<|channel|>commentary to=functions.now<|message|>", 0),
     ],
 )
-def test_a_call_of_gpt_oss_without_text_for_arguments_is_cut_off_unless_it_takes_none(parameters, text, calls):
+def test_a_call_of_gpt_oss_without_text_for_arguments_is_cut_off_if_it_requires_some(parameters, text, calls):
     tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
     parser = message_parser(MessageFormats("openai", "harmony"), "", tools)
     parser.feed(f"<|channel|>commentary to=functions.now{text}")
