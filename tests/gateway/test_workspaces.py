@@ -471,6 +471,22 @@ async def test_a_file_may_take_the_place_of_a_folder_with_a_result(tested: Path,
     assert (await outcome(tested, server, code, workspace=workspace, verify=check))["reward"] == 1.0
 
 
+async def test_a_folder_may_take_the_place_of_a_link_with_a_result(tested: Path, server: FakeOpenAI) -> None:
+    """What the link of the project leads to stays as it is."""
+    (tested / "task/real").mkdir()
+    (tested / "task/real/conftest.py").touch()
+    for name, target in (("+in", "real"), ("out", "../out")):
+        (tested / "task" / name).symlink_to(target)
+    code = "import os\nfor name in ('+in', 'out'):\n"
+    code += "    os.remove(name); os.mkdir(name); open(f'{name}/conftest.py', 'w').write('2')"
+    names = ["+in/conftest.py", "out/conftest.py"]
+    found = f"[open(name).read() for name in {['real/conftest.py', *names]}]"
+    check = verify(f"import sys; sys.exit({found} != ['', '2', '2'])")
+    for folders in (["out", "+in"], ["."]):
+        workspace = {"copy": "task", "result": [*names, *folders]}
+        assert (await outcome(tested, server, code, workspace=workspace, verify=check))["reward"] == 1.0
+
+
 async def test_what_cannot_be_read_is_left_out(project: Path, server: FakeOpenAI) -> None:
     deep = "for _ in range(30): os.mkdir('n' * 200); os.chdir('n' * 200)"
     code = f"{FIX}\nimport os\nos.mkdir('d'); open('d/x', 'w').close(); os.chmod('d', 0o400)\n{deep}"
