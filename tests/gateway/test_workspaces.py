@@ -219,7 +219,8 @@ async def test_a_row_has_its_own_files(project: Path, server: FakeOpenAI) -> Non
         (project / "checks" / name / "check.py").write_text(
             f"import sys; sys.exit(open('name.txt').read() != {name!r})"
         )
-    block = {"verify": [sys.executable, "check.py"], "verify_files": "checks/{id}", "workspace": {"copy": "tasks/{id}"}}
+    workspace = {"copy": "tasks/{id}", "result": ["{folder}/name.txt"]}
+    block = {"verify": [sys.executable, "check.py"], "verify_files": "checks/{id}", "workspace": workspace}
     run(["git", "init", "-q", str(project / "tasks")])
     code = f"""
 import os
@@ -228,10 +229,10 @@ print(open('name.txt').read())
 """
     async with agent(project, server, code, **block) as workflow:
         for name in ("a", "b"):
-            given = await episode(workflow, name)
+            given = await episode(workflow, name, folder=".")
             assert (given["reward"], given["answer"]) == (1.0, f"['agent.py'] {name}")
-        for name in ("../task", str(project / "task"), "", "."):
-            with pytest.raises(WorkflowError, match="would lead to another folder"):
+        for name in ("../task", str(project / "task"), ""):
+            with pytest.raises(WorkflowError, match=f"row '{name}' has '{name}'; allowed: relative paths without .."):
                 await episode(workflow, name)
 
 
