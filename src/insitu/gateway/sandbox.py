@@ -85,8 +85,8 @@ def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | N
 
 def _outermost(paths: Sequence[str]) -> list[str]:
     """Normal paths, each once, without those that lie in another one."""
-    outer = {each: "" if each == "." else f"{each}/" for each in paths}
-    return [path for path in outer if not any(path.startswith(outer[each]) for each in outer if each != path)]
+    starts = {path: "" if path == "." else f"{path}/" for path in paths}
+    return [path for path in starts if not any(path != each and path.startswith(starts[each]) for each in starts)]
 
 
 def _is_inside(path: str, folder: str) -> bool:
