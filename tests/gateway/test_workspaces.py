@@ -219,7 +219,8 @@ async def test_a_row_has_its_own_files(project: Path, server: FakeOpenAI) -> Non
         (project / "checks" / name / "check.py").write_text(
             f"import sys; sys.exit(open('name.txt').read() != {name!r})"
         )
-    block = {"verify": [sys.executable, "check.py"], "verify_files": "checks/{id}", "workspace": {"copy": "tasks/{id}"}}
+    workspace = {"copy": "tasks/{id}", "result": ["{folder}/name.txt"]}
+    block = {"verify": [sys.executable, "check.py"], "verify_files": "checks/{id}", "workspace": workspace}
     run(["git", "init", "-q", str(project / "tasks")])
     code = f"""
 import os
@@ -228,10 +229,10 @@ print(open('name.txt').read())
 """
     async with agent(project, server, code, **block) as workflow:
         for name in ("a", "b"):
-            given = await episode(workflow, name)
+            given = await episode(workflow, name, folder=".")
             assert (given["reward"], given["answer"]) == (1.0, f"['agent.py'] {name}")
-        for name in ("../task", str(project / "task"), "", "."):
-            with pytest.raises(WorkflowError, match="would lead to another folder"):
+        for name in ("../task", str(project / "task"), ""):
+            with pytest.raises(WorkflowError, match=f"row '{name}' has '{name}'; allowed: relative paths without .."):
                 await episode(workflow, name)
 
 
@@ -469,6 +470,22 @@ async def test_a_file_may_take_the_place_of_a_folder_with_a_result(tested: Path,
     code = "import shutil; shutil.rmtree('parts'); open('parts', 'w').write('2')"
     check = verify("import sys; sys.exit(open('parts').read() != '2')")
     assert (await outcome(tested, server, code, workspace=workspace, verify=check))["reward"] == 1.0
+
+
+async def test_a_folder_may_take_the_place_of_a_link_with_a_result(tested: Path, server: FakeOpenAI) -> None:
+    """What the link of the project leads to stays as it is."""
+    (tested / "task/real").mkdir()
+    (tested / "task/real/conftest.py").touch()
+    for name, target in (("+in", "real"), ("out", "../out")):
+        (tested / "task" / name).symlink_to(target)
+    code = "import os\nfor name in ('+in', 'out'):\n"
+    code += "    os.remove(name); os.mkdir(name); open(f'{name}/conftest.py', 'w').write('2')"
+    names = ["+in/conftest.py", "out/conftest.py"]
+    found = f"[open(name).read() for name in {['real/conftest.py', *names]}]"
+    check = verify(f"import sys; sys.exit({found} != ['', '2', '2'])")
+    for folders in (["out", "+in"], ["."]):
+        workspace = {"copy": "task", "result": [*names, *folders]}
+        assert (await outcome(tested, server, code, workspace=workspace, verify=check))["reward"] == 1.0
 
 
 async def test_what_cannot_be_read_is_left_out(project: Path, server: FakeOpenAI) -> None:

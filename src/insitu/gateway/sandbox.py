@@ -85,8 +85,8 @@ def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | N
 
 def _outermost(paths: Sequence[str]) -> list[str]:
     """Normal paths, each once, without those that lie in another one."""
-    outer = {each: "" if each == "." else f"{each}/" for each in paths}
-    return [path for path in outer if not any(path.startswith(outer[each]) for each in outer if each != path)]
+    starts = {path: "" if path == "." else f"{path}/" for path in paths}
+    return [path for path in starts if not any(path != each and path.startswith(starts[each]) for each in starts)]
 
 
 def _is_inside(path: str, folder: str) -> bool:
@@ -131,12 +131,13 @@ def unpack(archive: IO[bytes], folder: str, most_bytes: int | None, most_files: 
 
 def lay(left: str, work: str, paths: Sequence[str]) -> None:
     """Makes paths of `work` as they are in `left`, but not what decides how tests run, unless a path names it."""
-    for path in sorted(paths, reverse=True):  # what is in a folder before it: the agent may have left a file there
-        target = os.path.join(work, path)
-        if not _is_inside(os.path.dirname(target), work) or not _is_inside(os.path.dirname(f"{left}/{path}"), left):
+    for path in sorted(paths, key=lambda path: (path != ".", path)):  # folders first: the project may have links there
+        source, target = os.path.join(left, path), os.path.join(work, path)
+        if not _is_inside(os.path.dirname(source), left) or not _is_inside(os.path.dirname(target), work):
             raise ValueError(f"a link leads elsewhere: {path}")
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        _make_alike(os.path.join(left, path), target, path == ".")
+        if os.path.lexists(source):  # not if the agent has left a file in place of its folder
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+        _make_alike(source, target, path == ".")
 
 
 def _make_alike(source: str, target: str, is_root: bool = False) -> None:

@@ -222,18 +222,15 @@ class Workspaces:
             await asyncio.shield(asyncio.to_thread(remove, folder))  # also if it is cancelled once more
 
     def path(self, template: str, values: dict[str, Any], key: str) -> str:
-        """A path of the file with the values of a row. Raises WorkflowError if they lead to another folder."""
+        """A path of the file with the values of a row. Raises WorkflowError if one is empty or leads elsewhere."""
 
         def part(value: str) -> str:
-            if PurePath(value).is_absolute() or ".." in PurePath(value).parts or "\0" in value:
-                raise WorkflowError(f"{key}: row {values['row_id']!r}: {value!r:.100} would lead to another folder")
+            if not value or PurePath(value).is_absolute() or ".." in PurePath(value).parts or "\0" in value:
+                allowed = "allowed: relative paths without .."
+                raise WorkflowError(f"{key}: row {values['row_id']!r} has {value!r:.100}; {allowed}")
             return value
 
-        filled = filled_text(template, values, f"workflow.{key}", part)
-        parts, least = (len(PurePath(text.strip("/")).parts) for text in (filled, template))
-        if parts < least:  # a value is empty
-            raise WorkflowError(f"{key}: row {values['row_id']!r}: {filled!r:.100} would lead to another folder")
-        return filled
+        return filled_text(template, values, f"workflow.{key}", part)
 
     def folder(self, template: str, values: dict[str, Any], key: str) -> Path:
         """As `path`, a folder. Raises ConfigError if it does not exist."""

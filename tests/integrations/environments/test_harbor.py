@@ -315,6 +315,37 @@ async def test_a_container_ends_with_its_episode(project: Path, server: FakeOpen
 
 
 @pytest.mark.parametrize(
+    ("command", "last", "expected"),
+    [("true", "/insitu/verify", 1.0), ("echo oh >&2; exit 5", "exit 5", "sh ended with .* oh")],
+)
+async def test_a_container_that_cannot_be_removed_changes_nothing(
+    project: Path, server: FakeOpenAI, caplog: pytest.LogCaptureFixture, command: str, last: str, expected: float | str
+) -> None:
+    """`docker` is gone once it has run the `last` command."""
+    docker = project / "bin/docker"
+    docker.write_text(docker.read_text().replace("\n", f'\ncase "$*" in *"{last}"*) rm "$0";; esac\n', 1))
+    add_task(project, "one", test="#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")
+    block = {"command": ["sh", "-c", command], "run": [str(docker), *RUN[1:]]}
+    if isinstance(expected, str):
+        with pytest.raises(WorkflowError, match=expected):
+            raise await failure(project, server, **block)
+    else:
+        async with tasks(project, server, **block) as play:
+            assert (await play("one"))["reward"] == expected
+    assert re.search("task one: the container insitu-[0-9a-f]+ cannot be removed: .*No such file", caplog.text)
+
+
+async def test_only_the_limits_of_a_task_are_multiplied(
+    project: Path, server: FakeOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither that for killing what the agent has left nor that for removing its container."""
+    add_task(project, "one", toml="[environment]\nbuild_timeout_sec = 1e8\n")
+    async with tasks(project, server, timeout_multiplier=1e-6) as play:
+        assert (await play("one"))["reward"] == 1.0
+    assert "cannot be removed" not in caplog.text
+
+
+@pytest.mark.parametrize(
     ("run", "message"),
     [
         (["./container.sh", *MOUNTS, "{image}"], "run: it names no container: give it {name}"),

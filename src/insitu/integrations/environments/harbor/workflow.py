@@ -12,6 +12,7 @@ The agent is executed in the container, and once it has ended, the tests, which 
 """
 
 import asyncio
+import logging
 import math
 import os
 import re
@@ -32,7 +33,7 @@ from pydantic import Field, field_validator
 from insitu.builder import Builder
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.disk.temporary import remove, temporary_folder
-from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError, not_found
+from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, InsituError, WorkflowError, not_found
 from insitu.gateway.agents import ProgramConfig, environment, episode_endpoint, new_gateway, row_values
 from insitu.gateway.endpoint import EpisodeEndpoint
 from insitu.gateway.templates import check_command, check_placeholders, template_texts, with_values
@@ -44,6 +45,8 @@ from insitu.wire.endings import end_tasks
 from insitu.wire.redaction import is_ordinary_variable
 from insitu.workflow.functions import FunctionInfo, register_function
 from insitu.workflow.programs import Program, inherited_environment, run_program
+
+logger = logging.getLogger(__name__)
 
 _STAYS = """
 trap 'exit 143' TERM
@@ -233,8 +236,7 @@ class Container:
         self._name, self._where = f"insitu-{secrets.token_hex(8)}", f"task {task.name}"
 
     def commands(self, image: str, columns: Mapping[str, Any], folder: Path) -> Iterator[list[str]]:
-        """The commands that start the container, run the agent, kill its remaining processes, run the tests, and
-        remove the container."""
+        """The commands that start the container, run the agent, kill its remaining processes, and run the tests."""
         environment, url = self._task.settings.environment, self._endpoint.openai_url
         places = {
             "name": self._name,
@@ -254,7 +256,6 @@ class Container:
         yield [*execute, _AGENT, "insitu", environment.workdir or "", *agent]
         yield [*execute, _KILLS]
         yield [*execute, _TESTS]
-        yield [run[0], "rm", "-f", self._name]
 
     def write_variables(self, variables: Mapping[str, str]) -> None:
         """Writes the agent's variables, without those of this machine, which `run` and the tests may get."""
@@ -286,9 +287,9 @@ class Container:
 
         async def execute(command: list[str], stdin: bytes, seconds: float | None, name: str) -> Program:
             try:
-                return await run_program(command, stdin, name=name, time_limit=limit(seconds), **options)
+                return await run_program(command, stdin, name=name, time_limit=seconds, **options)
             except EpisodeTimeout:
-                raise EpisodeTimeout(f"{where}: {name} took more than {limit(seconds):g} s") from None
+                raise EpisodeTimeout(f"{where}: {name} took more than {seconds:g} s") from None
 
         container = asyncio.create_task(run_program(next(commands), b"", time_limit=None, **options), name="container")
         try:
@@ -299,7 +300,7 @@ class Container:
                 ended = await container
                 message = f"{where}: the container has not started: {_how_ended(program, ended)}"
                 raise BackendUnavailable(message) if ended.exit_code == _DAEMON_FAILED else WorkflowError(message)
-            agent = await execute(next(commands), stdin, settings.agent.timeout_sec, name)
+            agent = await execute(next(commands), stdin, limit(settings.agent.timeout_sec), name)
             until_end.close()
             if agent.output_too_long:
                 raise WorkflowError(f"{name} printed more than max_output: {self._config.max_output} bytes")
@@ -310,7 +311,7 @@ class Container:
                 how = _how_ended(f"{program} exec", killed)
                 raise WorkflowError(f"{where}: the agent's processes cannot be killed: {how}")
             await asyncio.to_thread(self._give_tests)
-            return agent, await execute(next(commands), b"", settings.verifier.timeout_sec, "tests/test.sh")
+            return agent, await execute(next(commands), b"", limit(settings.verifier.timeout_sec), "tests/test.sh")
         except TimeoutError:
             if not timer.expired():
                 raise
@@ -318,8 +319,10 @@ class Container:
             raise EpisodeTimeout(f"{where}: the start of the container took more than {seconds:g} s") from None
         finally:
             await end_tasks(container)
-            *_, removes = commands  # the container may ignore what ends others
-            await execute(removes, b"", _END_SECONDS, "removing the container")
+            try:  # it may ignore what ends others
+                await run_program([program, "rm", "-f", self._name], b"", time_limit=_END_SECONDS, **options)
+            except InsituError as error:
+                logger.warning("%s: the container %s cannot be removed: %s", where, self._name, error)
 
     def _give_tests(self) -> None:
         """Puts the tests where the container finds them."""
