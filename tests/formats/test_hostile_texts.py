@@ -20,6 +20,8 @@ TEMPLATE = "response_template"
 PARTS = [
     *(
         "{",
+        "a",
+        " ",
         "[",
         '"',
         "'",
@@ -102,7 +104,7 @@ def seconds(formats: MessageFormats, text: str, size: int) -> float:
 def test_four_times_the_text_takes_no_sixteen_times_as_long(name: str, reasoning: str | None) -> None:
     formats = formats_of(name, reasoning)
     for start, part in hostile(name):
-        short, long = (start + part * n for n in (250, 1000))
+        short, long = (f"{start}{part * n} x y!" for n in (250, 1000))
         for size in (16, 10**6):
             for _ in range(3):  # an interrupted measurement is repeated
                 if (slow := seconds(formats, long, size)) < 0.05 or slow < 10 * (

@@ -174,8 +174,8 @@ class RegionParser(Parser):
         is_open = bool(opened_reasoning(formats.reasoning, prompt))
         self._bare = dict(self._format.bare_regions(tools)) if self._format and bare else {}
         calls = (*(self._format.regions if self._format else ()), *self._bare.items())
-        found, self._decided = (regions(calls, formats.reasoning, special, undecided=each) for each in (True, False))
-        self._scanner = RegionScanner(found, REASONED if is_open else CONTENT)
+        self._regions = partial(regions, calls, formats.reasoning, special)
+        self._scanner = RegionScanner(self._regions(undecided=True), REASONED if is_open else CONTENT)
         self._undecided: list[str] = []
         """Text of reasoning from the beginning of a call on, and the end of the reasoning."""
         self._content, self._reasoning = Held(None, from_start=False), Held("\n", from_start=True)
@@ -206,18 +206,19 @@ class RegionParser(Parser):
         try:
             calls = self._calls(raw)
         except ValueError:
-            first, last = self._parsed(raw, bare=False) if self._bare else (Piece(), Piece())
-            if last.calls:
-                return Piece(content + self._content.add(first.content) + last.content, reasoning, last.calls)
             malformed = not self._is_bare or mentions_call(raw, self._tools)
-            return Piece(content + self._content.space + raw, reasoning, malformed=malformed)
+            if not self._bare:
+                return Piece(content + self._content.space + raw, reasoning, malformed=malformed)
+            first, last = self._parsed(raw, bare=False)
+            content += self._content.add(first.content) + last.content
+            return Piece(content, reasoning, last.calls, malformed=malformed and not last.calls)
         after = "" if self._is_whole else "".join(self._after).strip()
         return Piece(content + (after and f"\n{after}"), reasoning, tuple(calls))
 
     def _reread(self, region: str) -> Piece:
         """Reads the undecided text as one that begins in a region."""
         text, self._undecided = "".join(self._undecided), []
-        return self._read(RegionScanner(self._decided, region), text, final=True)
+        return self._read(RegionScanner(self._regions(undecided=False), region), text, final=True)
 
     def _read(self, scanner: RegionScanner, text: str, *, final: bool) -> Piece:
         content, reasoning = [], []

@@ -109,22 +109,26 @@ class RegionScanner:
 class Held:
     """Text without white space at its ends, which is held until more text follows.
 
-    Between two of its parts is the white space of the first, or a line break.
+    Between two of its parts is the white space of the first, or else of the second.
     """
 
     def __init__(self, characters: str | None, *, from_start: bool) -> None:
         self._characters = characters
         self.from_start = from_start
         """Whether white space at the beginning of a part is dropped."""
-        self.space = ""
+        self.space = self._dropped = ""
         self._has_begun = False
 
     def add(self, text: str) -> str:
-        if self.from_start and (text := text.lstrip(self._characters)):
-            self.space = (self.space or "\n") if self._has_begun else ""
+        if self.from_start:
+            rest = text.lstrip(self._characters)
+            self._dropped += text[: len(text) - len(rest)]
+            if not rest:
+                return ""
+            self.space = (self.space or self._dropped) if self._has_begun else ""
+            self.from_start, self._dropped, text = False, "", rest
         text = self.space + text
         kept = text.rstrip(self._characters)
         self.space = text[len(kept) :]
-        self.from_start = self.from_start and not kept
         self._has_begun = self._has_begun or bool(kept)
         return kept

@@ -110,11 +110,11 @@ MISTRAL = ToolFormat(
     new_id=tool_calls.short_id,
     syntaxes=syntaxes.MISTRAL,
 )
+_OPENING = [f"{space}{bracket}" for space in ("", " ", "  ", "\n", "\n\n", "\t") for bracket in "[{"]
 PHI4_MINI_JSON = ToolFormat(
     ("functools[", "<|tool_call|>", "<|tool|> <|/tool|>"),
     tool_calls.phi_calls,
-    (("<|tool_call|>", "<|/tool_call|>"),),
-    bare=tuple((f"functools{space}[", None) for space in ("", " ", "\n")),
+    (("<|tool_call|>", "<|/tool_call|>"), *((f"functools{each}", None) for each in _OPENING)),
     syntaxes=syntaxes.PHI4,
 )
 GRANITE = ToolFormat(

@@ -11,6 +11,7 @@ import re
 import secrets
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 Tools = Sequence[Mapping[str, Any]]
@@ -52,8 +53,11 @@ def json_calls(text: str, tools: Tools) -> list[ToolCall]:
 
 
 def phi_calls(text: str, tools: Tools) -> list[ToolCall]:
-    """As `json_calls`, also after `functools`."""
-    return json_calls(text.removeprefix("functools"), tools)
+    """As `json_calls`, also without the first bracket, which is one of the delimiter."""
+    for bracket in ("[", "{"):
+        with suppress(ValueError):
+            return json_calls(bracket + text, tools)
+    return json_calls(text, tools)
 
 
 def _json_objects(text: str) -> list[ToolCall]:
@@ -130,18 +134,17 @@ def gemma4_calls(text: str, tools: Tools) -> list[ToolCall]:
     return [parsed_call({"name": head.removeprefix("call:").strip(), "arguments": _json("".join(parts))})]
 
 
-_HARMONY = re.compile(r"([^\s<]+)\s*(?:<\|channel\|>\w+\s*)?(?:<\|constrain\|>)?\w*\s*")
-
-
 def harmony_calls(text: str, tools: Tools) -> list[ToolCall]:
-    """After `to=functions.`: the name, perhaps a channel and a content type, and the arguments.
+    """After `to=functions.`: the name, perhaps a word, whatever begins with a token, and the arguments.
 
-    Without text for these, a call of a function that requires arguments is cut off.
+    Without text for these, a call of a function that requires arguments is cut off. A thought that mentions a call may
+    go on to another one.
     """
     head, found, arguments = text.partition("<|message|>")
-    if (match := _HARMONY.fullmatch(head)) is None:
+    name, *others = (re.split(r"[\s<]", part, maxsplit=1)[0] for part in head.split("to=functions."))
+    words = head.removeprefix(name).partition("<|")[0].split()
+    if len(words) > 1 or {*others} - {name}:
         raise ValueError("the text is not the header of a call")
-    name = match[1]
     if found and not arguments.strip() and not _parameters(name, tools).get("required"):
         arguments = "{}"
     return [parsed_call({"name": name, "arguments": arguments})]
@@ -239,9 +242,10 @@ def mentions_call(text: str, tools: Tools) -> bool:
     """
     known = tool_names(tools)
     name = f"(?:{'|'.join(map(re.escape, known))})"
-    start = re.search(r"""["']name["']\s*:\s*["']([^"']*)$""", text)
+    start = re.search(r"""["']name["']\s*+:\s*+["']([^"']*+)$""", text)
     is_cut_off = start is not None and any(each.startswith(start[1]) for each in known)
-    return is_cut_off or re.search(rf"""(?::\s*["']|<function=){name}(?!\w)|(?<!\w){name}\(""", text) is not None
+    places = rf"""(?::\s*+["'](?:functions\.)?|["']name["']\s*+:\s*+){name}(?!\w)|<function={name}>\s*+(?:<|$)"""
+    return is_cut_off or re.search(rf"{places}|(?<!\w){name}\(", text) is not None
 
 
 def parsed_call(value: Any, own_id: Any = None) -> ToolCall:

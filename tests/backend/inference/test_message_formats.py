@@ -121,11 +121,14 @@ _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
         ("pythonic", "[Note: the weather is nice today (in Bern).]", None, 0, False),
         ("pythonic", "[weather(city='Be", None, 0, True),
         ("phi4_functools", "Use functools.lru_cache, then weather.", None, 0, False),
-        ("phi4_functools", "functools[weather]", None, 0, False),
+        ("phi4_functools", "functools[weather]", None, 0, True),
         ("phi4_functools", 'functools [{"name": "weather"}]', "", 1, False),
         ("phi4_functools", 'I look.\n\nfunctools\n[{"name": "weather"}]', "I look.", 1, False),
         ("phi4_functools", 'functools[{"name": "wea', None, 0, True),
-        ("phi4_functools", 'functools[{"name": "Bo', None, 0, False),
+        ("phi4_functools", 'functools[{"na', None, 0, True),
+        ("phi4_functools", 'functools[{"name": "other"}, {"name": "weather"}]', "", 2, False),
+        ("phi4_functools", 'functools\n\n{"name": "weather", "arguments": {"city": "Bern"}}', "", 1, False),
+        ("qwen3_coder", "Use `<function=weather>` to begin.", None, 0, False),
         ("llama3", '{"name": "wea', None, 0, True),
         ("phi4_functools", 'functools[{"name": "weather", "arguments": {"city": "Be', None, 0, True),
         ("pythonic", "[1, 2]", "[1, 2]", 0, False),
@@ -241,7 +244,8 @@ def test_content_of_gpt_oss_with_a_content_type(channel, kind, size):
     [
         ("Well. <think>Hm</think>So.", "Well. So."),
         ("Well.\n\n<think>Hm</think>\nSo.", "Well.\n\nSo."),
-        ("Well.<think>Hm</think> So.", "Well.\nSo."),
+        ("Well.<think>Hm</think> So.", "Well. So."),
+        ("Well<think>Hm</think>, so.", "Well, so."),
         ("\n<think>Hm</think>\n\nSo.", "So."),
     ],
 )
@@ -261,6 +265,11 @@ def test_reasoning_between_two_parts_of_content_does_not_join_them(text, content
         (None, "", 0),
         (None, "adays<|message|>", 1),
         (None, " with a query<|channel|>commentary to=functions.now<|message|>", 0),
+        (None, "<|channel|>commentary to=functions.then<|message|>", 0),
+        (None, " <|constrain|>application/json<|message|>", 1),
+        (None, " <|constrain|>write: edit file with content.<|message|>", 1),
+        (None, "<|channel|>commentary<|channel|>commentary json<|message|>", 1),
+        (None, "<|channel|>commentary to=functions.now <|constrain|>json<|message|>", 1),
     ],
 )
 def test_a_call_of_gpt_oss_without_text_for_arguments_is_cut_off_if_it_requires_some(parameters, text, calls):
