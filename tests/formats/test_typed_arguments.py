@@ -11,6 +11,8 @@ from taught_models import tokenizer_of
 
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.formats.parser import MessageFormats, forced_grammar, message_parser
+from insitu.formats.registry import NONE, TOOLS
+from insitu.schemas.parts import names
 
 TEXTS = {"$ref": "#/$defs/texts"}
 DEFINITIONS = {"texts": {"type": "string", "enum": ["1", "true", "x"]}, "number": {"type": "integer"}}
@@ -103,3 +105,12 @@ def test_of_a_schema_that_is_none_an_argument_is_json(name: str, parameters: Any
 @pytest.mark.parametrize("text", ["def f():\n    pass\n", "\n\nx", "x", "\n", ""])
 def test_a_text_keeps_its_line_breaks(name: str, text: str) -> None:
     assert argument(name, text, properties={"a": {"type": "string"}}) == text
+
+
+@pytest.mark.parametrize("name", names(TOOLS))
+@pytest.mark.parametrize("tool", [{"function": [[]]}, {"function": 5}, {}])
+def test_a_tool_that_is_none_is_no_reason_to_fail(name: str, tool: Any) -> None:
+    for text in ("<function=f></function>", "<tool_call>f</tool_call>", "[f(1)]", '{"name": "f", "arguments": {}}'):
+        parser = message_parser(MessageFormats(name, NONE), "", [tool])
+        assert not parser.feed(text).malformed
+        parser.finish()

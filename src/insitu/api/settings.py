@@ -185,7 +185,8 @@ class Project:
             value = self.get(key)
             if isinstance(value, str | os.PathLike) and str(value) not in new:
                 path = (self.output if value in NAMES else Path.cwd()) / Path(value).expanduser()
-                if (place := moved_path(path, {self.output: earlier})) != path and place.exists():
+                place = moved_path(path, {self.output: earlier})
+                if place != path and (key == model or place.exists()):  # `latest` is no file
                     self.set(key, str(place))
 
     def check_replaced(self, config: str) -> None:

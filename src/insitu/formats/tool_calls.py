@@ -232,7 +232,7 @@ def _python_value(node: ast.expr) -> Any:
 
 
 def tool_names(tools: Tools) -> set[str]:
-    return {str((tool.get("function") or {}).get("name")) for tool in tools}
+    return {str(_mapping(tool.get("function")).get("name")) for tool in tools}
 
 
 def mentions_call(text: str, tools: Tools) -> bool:
@@ -264,7 +264,7 @@ def parsed_call(value: Any, own_id: Any = None) -> ToolCall:
 
 def _parameters(name: str, tools: Tools) -> dict[str, Any]:
     """The schema of a tool's arguments; empty if it has none."""
-    functions = (tool.get("function") or {} for tool in tools)
+    functions = (_mapping(tool.get("function")) for tool in tools)
     return _mapping(next((each.get("parameters") for each in functions if each.get("name") == name), None))
 
 
