@@ -172,8 +172,8 @@ class Builder:
     async def _once(self, key: _Key, build: Callable[[], Awaitable[Any]]) -> Any:
         chain = *_building.get()[1], key
         asker = chain[-2] if len(chain) > 1 else None
-        path = chain[chain.index(key) : -1] or self._path(key, asker)
-        if path and key in self._live and not self._live[key].done():
+        is_building = key in self._live and not self._live[key].done()
+        if asker is not None and is_building and (path := self._path(key, asker)):
             raise ConfigError(f"{' -> '.join('.'.join(k) for k in (*path, key))}: each needs the next")
         self._waits.append((asker, key))
         try:
@@ -181,14 +181,14 @@ class Builder:
         finally:
             self._waits.remove((asker, key))
 
-    def _path(self, start: _Key, end: _Key | None) -> tuple[_Key, ...]:
+    def _path(self, start: _Key, end: _Key) -> tuple[_Key, ...]:
         """From a component to one that it waits for; empty if it does not wait for it."""
         paths: dict[_Key, tuple[_Key, ...]] = {start: (start,)}
         for asker in (asked := [start]):  # more are added
             for needed in (needed for each, needed in self._waits if each == asker and needed not in paths):
                 paths[needed] = (*paths[asker], needed)
                 asked.append(needed)
-        return paths.get(end, ()) if end is not None else ()
+        return paths.get(end, ())
 
     async def _shared(self, key: _Key, chain: tuple[_Key, ...], build: Callable[[], Awaitable[Any]]) -> Any:
         while (future := self._live.get(key)) is not None:

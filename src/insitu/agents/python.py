@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 from insitu.agents.frameworks import sync_client, with_defaults
 from insitu.builder import Builder, name_being_built, of_framework
 from insitu.config import Config
-from insitu.config.code import called, is_blocking, load_code, parameters, statements_of, with_input
+from insitu.config.code import called, input_binder, is_blocking, load_code, parameters, statements_of
 from insitu.errors import ConfigError, WorkflowError, a_type
 from insitu.registry import FRAMEWORK_GROUP
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, LLMRef
@@ -215,10 +215,12 @@ def _asking(build: Callable[..., Any], arguments: dict[str, Any], framework: str
 def _calling(code: Callable[..., Any], first: str | None, from_episode: list[str], arguments: dict[str, Any]) -> Any:
     """A workflow that calls a function. It takes the input, or nothing if the function needs none."""
 
+    bind = input_binder(code, first)
+
     def bound(given: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         context = Context.get()
         others = {key: _FROM_EPISODE[key](context) for key in from_episode}
-        return with_input(code, first, given, arguments | others)
+        return bind(given, arguments | others)
 
     if not inspect.isasyncgenfunction(code):
 

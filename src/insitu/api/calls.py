@@ -272,9 +272,8 @@ def start_request(checked: Callable[..., Config], output: Path, resume: bool) ->
     with TemporaryDirectory(prefix="insitu-") as draft:  # nothing is moved aside for settings that cannot be run
         config = checked(Path(draft))
         run_anywhere(lambda: _check(FinetuneRunConfig(config_file=config, resume=resume)))
-        continued = (
-            _inputs(config, output, Path(draft)) if resume and find_run(output, "--resume") is not None else None
-        )
+        is_continued = resume and find_run(output, "--resume") is not None
+        continued = _inputs(config, output, Path(draft)) if is_continued else None
     earlier = set_aside(output) if continued is None else None
     with nullcontext() if continued is None else FolderLock(output, OUTPUT_DIR):
         return FinetuneRunConfig(config_file=checked(output, continued, earlier), resume=resume)

@@ -275,7 +275,7 @@ class Exchange:
             if response["choices"] or self._ledger.closed:
                 self._record(response, headers, error)
             else:
-                self.parse_error = None if self._stream.has_told else told
+                self.parse_error = None if self._stream.event_error else told
                 self.fail("empty stream", by_server=by_server or told is not None)
         except MALFORMED as malformed:
             self.fail("malformed response", by_server=True)

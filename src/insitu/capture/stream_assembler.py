@@ -31,7 +31,8 @@ class StreamAssembler:
         self._top_level_fields: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
         self._other_lines = bytearray()  # before the first choice: a body that is no stream of events
-        self._event_error: str | None = None
+        self.event_error: str | None = None
+        """The first error that the server reported in an event, which its client got."""
         self.malformed_event: str | None = None
         """The start of the last event that was not JSON."""
         self.done_received = False
@@ -74,7 +75,7 @@ class StreamAssembler:
 
     def _add_event(self, event: dict[str, Any]) -> bool:
         """Adds an event to the response; returns whether the event was changed."""
-        self._event_error = self._event_error or error_message(event)
+        self.event_error = self.event_error or error_message(event)
         for field in ("prompt_token_ids", "policy_version", "weights", "usage"):
             if event.get(field) is not None:
                 self._top_level_fields[field] = event[field]
@@ -102,15 +103,10 @@ class StreamAssembler:
         return changed
 
     @property
-    def has_told(self) -> bool:
-        """Whether the server has reported an error in an event, which its client got."""
-        return self._event_error is not None
-
-    @property
     def error(self) -> str | None:
         """The first error that the server reported in an event, or else in a body that is no stream of events."""
-        if self._event_error is not None:
-            return self._event_error
+        if self.event_error is not None or self._choices:
+            return self.event_error
         try:
             return error_message(load_json(bytes(self._other_lines + self._partial_line)))
         except ValueError:

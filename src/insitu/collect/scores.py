@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from insitu.builder import Builder, name_being_built
 from insitu.collect.evaluators import BaseEvaluator, parse_score, score
-from insitu.config.code import call_with, called, load_function, parameters, with_input
+from insitu.config.code import call_with, called, input_binder, load_function, parameters
 from insitu.errors import ConfigError, WorkflowError
 from insitu.registry import register_evaluator
 from insitu.schemas.components import CodeRef, EvaluatorRef, LLMRef
@@ -116,14 +116,14 @@ def _number(value: Any, what: str, allowed: str) -> float:
 @register_evaluator(config_type=PythonScoreConfig)
 async def python_score(config: PythonScoreConfig, builder: Builder) -> AsyncIterator[EvaluatorInfo]:
     function, first, names = config.loaded(f"eval.evaluators.{name_being_built()}", builder.config.folder)
-    wanted = type_hints(function).get(first or "", Any)
+    wanted, bind = type_hints(function).get(first or "", Any), input_binder(function, first)
 
     async def score(item: EvalInputItem) -> Any:
         answer = item.output_obj
         if is_model(wanted) and not isinstance(answer, wanted):
             answer = convert(answer, wanted)
         named = config.arguments | {name: _FROM_ITEM[name](item) for name in names}
-        args, kwargs = with_input(function, first, [answer], named)
+        args, kwargs = bind([answer], named)
         return await called(function, *args, **kwargs)
 
     evaluator = FunctionEvaluator(score, config.max_concurrency)

@@ -317,16 +317,21 @@ def parameters(
     return first, [name for name in offered if name in signature]
 
 
-def with_input(
-    function: Callable[..., Any], first: str | None, given: Sequence[Any], named: dict[str, Any]
-) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments of a call, by position and by name. `first` is the parameter for the input, which is all that
-    `given` holds."""
-    if first is None:
-        return (), named
-    if first == next(iter(inspect.signature(function).parameters)):  # it may be positional only
-        return given, named
-    return (), named | {first: given[0]} if given else named
+def input_binder(
+    function: Callable[..., Any], first: str | None
+) -> Callable[[Sequence[Any], dict[str, Any]], tuple[Sequence[Any], dict[str, Any]]]:
+    """Makes the arguments of a call, by position and by name, of the input, if one is given, and of others by name.
+
+    `first` is the parameter for the input; it may be positional only if no other is before it.
+    """
+    is_first = first == next(iter(inspect.signature(function).parameters), None)
+
+    def bind(given: Sequence[Any], named: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        if first is None or not given:
+            return (), named
+        return (given, named) if is_first else ((), named | {first: given[0]})
+
+    return bind
 
 
 def _import_file(file: Path, key: str) -> ModuleType:
