@@ -325,11 +325,16 @@ async def test_a_group_of_one_token_after_a_prompt_of_whole_blocks(folders):
         assert engine.pool.used == engine.pool.unused, "all blocks have been given back"
 
 
-async def at_once(engine: Engine, compute: ComputeThread, each: Sequence[SamplingParams]) -> list[Any]:
-    """What becomes of requests with one prompt that the engine sees in the same step; all of them get an answer."""
+async def at_once(
+    engine: Engine, compute: ComputeThread, each: Sequence[SamplingParams], prompts: Sequence[list[int]] = ()
+) -> list[Any]:
+    """What becomes of requests that the engine sees in the same step, by default with one prompt; all get an answer."""
     begin = threading.Event()
     held = asyncio.ensure_future(compute.call(begin.wait))
-    asked = [asyncio.ensure_future(engine.complete(asks([1, 2, 3], [one]))) for one in each]
+    asked = [
+        asyncio.ensure_future(engine.complete(asks(prompt, [one])))
+        for one, prompt in zip(each, prompts or [[1, 2, 3]] * len(each), strict=True)
+    ]
     await until(lambda: engine.num_requests[1] == len(each))
     begin.set()
     await held
@@ -342,22 +347,43 @@ async def test_requests_of_a_step_that_fails_are_all_answered(tmp_path):
     steps = itertools.count(1)
 
     def break_the_third_row(module, args, logits):
-        if next(steps) == 3:
+        if next(steps) == 2:
             logits = logits.clone()
             logits.flatten(0, -2)[2] = torch.nan
         return logits
 
     async with running(loaded, compute=(compute := ComputeThread())) as engine:
         hook = loaded.module.get_output_embeddings().register_forward_hook(break_the_third_row)
-        *ended, failed = await at_once(engine, compute, [params(0, 3), params(1, 2), params(2, 8)])
+        *ended, failed = await at_once(engine, compute, [params(0, 2), params(1, 2), params(2, 8)])
         hook.remove()
-        assert [len(outputs[0].tokens) for outputs in ended] == [3, 2], "the first computes the prompt"
+        assert [len(outputs[0].tokens) for outputs in ended] == [2, 2]
         assert "not finite" in str(failed)
         malformed = params(1, 3, logit_bias=((1, 2.0), (3,)))
         for outcome in await at_once(engine, compute, [params(0, 3), malformed, params(2, 3)]):
             assert isinstance(outcome, ValueError)
         assert len((await engine.complete(asks([1, 2, 3], [params(0, 3)])))[0].tokens) == 3
         assert engine.pool.used == engine.pool.unused, "nothing is left behind"
+
+
+async def test_sequences_wait_for_others_that_begin(folders):
+    """While more prompts are left than sequences run, at most four steps; those with one prompt run at once."""
+    loaded, steps = load_model(str(folders["llama"]), "cpu"), []
+
+    def note(module, args, kwargs):
+        steps.append("prompt" if kwargs["input_ids"].shape[1] > 1 else "tokens")
+
+    async with running(loaded, compute=(compute := ComputeThread()), prefill_tokens=8) as engine:
+        hook = loaded.module.register_forward_pre_hook(note, with_kwargs=True)
+        prompts = [[number] * 8 for number in range(12)]
+        outputs = await at_once(engine, compute, [params(seed, 30) for seed in range(12)], prompts)
+        assert steps[:9] == [*["prompt"] * 5, *["tokens", "prompt"] * 2]
+        steps.clear()
+        await at_once(engine, compute, [params(seed, 4) for seed in range(3)])
+        assert steps == ["prompt", *["tokens"] * 3]
+        hook.remove()
+        for seed, (together,) in enumerate(outputs):
+            (alone,) = await engine.complete(asks(prompts[seed], [params(seed, 30)]))
+            assert pairs(alone) == pairs(together)
 
 
 async def test_requests_of_two_versions_share_a_small_pool(folders):

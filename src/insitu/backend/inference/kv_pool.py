@@ -61,10 +61,14 @@ class Layout:
         return list(zip(parts[::2], parts[1::2], strict=True))
 
     def _memory(self, count: int) -> Tensor:
-        """On a CPU its own mapping, which the system gets back as soon as it is not used any more."""
+        """On a CPU its own mapping, which the system gets back as soon as it is not used any more.
+
+        A private one: the first use of a page of a shared one, which is Python's default, takes longer.
+        """
         if self.device.type != "cpu" or not count:
             return torch.zeros(count, dtype=self.dtype, device=self.device)
-        return torch.frombuffer(mmap.mmap(-1, count * self.dtype.itemsize), dtype=self.dtype)
+        memory = mmap.mmap(-1, count * self.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=self.dtype)
 
 
 class BlockStore:
@@ -226,11 +230,12 @@ class Windows:
         for tensor, part in zip(tensors(self.layers), tensors(block.layers), strict=True):
             tensor[slot, :, : block.length] = part
 
-    def move(self, source: int, target: int) -> None:
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` positions of a window."""
         if source >= self.slots:  # its prompt was whole blocks, and no token of it has been sampled after the first
             return
         for tensor in tensors(self.layers):
-            tensor[target] = tensor[source]
+            tensor[target, :, :length] = tensor[source, :, :length]
 
     def block(self, slot: int) -> Block:
         """A copy of a full window."""

@@ -22,7 +22,7 @@ from insitu.backend.inference.kv_pool import BLOCK, Block, KVPool, Windows
 from insitu.backend.inference.runner import Runner, next_span
 from insitu.backend.inference.sampler import MAX_IN_FLIGHT, Completion, OutputDelta, SampledToken
 from insitu.backend.inference.sampling import SLOT, LogitsProcessor, SamplerOutput, sample
-from insitu.backend.inference.structured import allowed_tokens
+from insitu.backend.inference.structured import advance, allowed_tokens
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.errors import BackendError
 
@@ -74,6 +74,8 @@ class SequenceState(Completion):
 
 _SAMPLED_LOGITS = 2**20
 """Logits that tokens are sampled from together."""
+_MOST_HELD_BACK = 4
+"""Steps in a row that compute prompts alone while sequences run."""
 
 Delivery = tuple[SequenceState, OutputDelta | BaseException]
 
@@ -107,6 +109,7 @@ class Scheduler:
         self.prefilling: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self._windows = Windows(layout)
+        self._held_back = 0
         self._slot_S = np.zeros(self.shapes.rows(self.shapes.max_rows), SLOT)
 
     def reset(self) -> None:
@@ -165,25 +168,29 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def step(self, outputs: list[Delivery]) -> None:
-        """Computes one batch of prompts and one token per running sequence; appends their deltas to `outputs`."""
+        """Computes one batch of prompts and one token per running sequence; appends their deltas to `outputs`.
+
+        A token for few sequences takes nearly as long as one for many, so they wait a little for more that begin.
+        """
         if self.prefilling:
             self._prefill(outputs)
-        if self.running:
+        if len(self.running) < len(self.prefilling) and self._held_back < _MOST_HELD_BACK:
+            self._held_back += 1
+        elif self.running:
+            self._held_back = 0
             self._decode(outputs)
         if self.idle:
             self._runner.rest(self._windows)
 
     def _prefill(self, outputs: list[Delivery]) -> None:
-        """Advances prompts by known blocks, then by one forward pass over their next spans.
+        """Advances prompts by known blocks and one forward pass over their next spans.
 
-        Of several sequences with the same next span one computes it; the others find its block in the next step.
+        Of several sequences with the same next span one computes it.
         """
-        ready: list[SequenceState] = []
         batch: dict[Hashable, tuple[SequenceState, Span]] = {}
         for sequence in self.prefilling:
             self._use_known(sequence)
             if sequence.computed == len(sequence.prompt):
-                ready.append(sequence)
                 continue
             start, end = next_span(len(sequence.prompt), sequence.computed)
             key = self._key(sequence, end)
@@ -191,9 +198,11 @@ class Scheduler:
                 continue
             block = Block(self.shapes.layout, end - start)
             batch[key] = sequence, Span(sequence.prompt, start, tuple(sequence.blocks), block)
-        ready += self._forward(batch)
-        done = set(map(id, ready))
-        self.prefilling = [sequence for sequence in self.prefilling if id(sequence) not in done]
+        self._forward(batch)
+        for sequence in self.prefilling:
+            self._use_known(sequence)
+        ready = [sequence for sequence in self.prefilling if sequence.computed == len(sequence.prompt)]
+        self.prefilling = [sequence for sequence in self.prefilling if sequence.computed < len(sequence.prompt)]
         if ready:
             self._start_decoding(ready, outputs)
 
@@ -224,23 +233,23 @@ class Scheduler:
         sequence.blocks.append(block)
         sequence.computed += block.length
 
-    def _forward(self, batch: dict[Hashable, tuple[SequenceState, Span]]) -> list[SequenceState]:
-        """Computes the blocks in `batch`; returns the sequences whose prompt is now complete."""
+    def _forward(self, batch: dict[Hashable, tuple[SequenceState, Span]]) -> None:
+        """Computes the blocks in `batch`."""
         if not batch:
-            return []
+            return
         logits_NV = self._runner.prefill([span for _, span in batch.values()], self.shapes.least_rows)
-        complete = []
         for (key, (sequence, span)), logits_V in zip(batch.items(), logits_NV, strict=True):
             if span.end == len(sequence.prompt):
                 span.block.keep_logits(logits_V)
-                complete.append(sequence)
             sequence.paid -= span.block.size  # from now on by the block
             self._append_block(sequence, self.pool.add(key, span.block))
-        return complete
 
     def _start_decoding(self, ready: list[SequenceState], outputs: list[Delivery]) -> None:
         """Gives complete prompts a window, and samples their first tokens."""
         logits = []
+        unfinished = [sequence.blocks[-1].length for sequence in ready if sequence.blocks[-1].length < BLOCK]
+        if unfinished:
+            self._windows.ensure(len(self.running) + len(ready), max(unfinished))
         for sequence in ready:
             params, last = sequence.params, len(sequence.prompt) - 1
             logits_V = sequence.blocks[-1].logits_V
@@ -251,7 +260,6 @@ class Scheduler:
             self.pool.give(sequence.paid - self._block_bytes)  # of blocks that others had computed
             sequence.paid = self._block_bytes
             if sequence.blocks[-1].length < BLOCK:
-                self._windows.ensure(len(self.running), sequence.blocks[-1].length)
                 self._windows.load(sequence.slot, sequence.blocks[-1])
                 self.pool.drop([sequence.blocks.pop()])
             own = (params.temperature, params.top_p, params.seed, params.min_tokens, params.top_logprobs)
@@ -337,7 +345,7 @@ class Scheduler:
             best = zip(sampled.top[0][row][:count], sampled.top[1][row][:count], strict=True)
             top = [(token_id, logprob) for token_id, logprob in best if logprob > -math.inf]
         token = SampledToken(sampled.tokens[row], sampled.logprobs[row], top)
-        if sequence.matcher is not None and (problem := _advance(sequence.matcher, token.id)):
+        if sequence.matcher is not None and (problem := advance(sequence.matcher, token.id)):
             self._end(sequence)
             return sequence, BackendError(f"the grammar of a completion cannot be followed further: {problem}")
         text, finish_reason = sequence.append(token, self.tokenizer, self.max_length)
@@ -359,7 +367,8 @@ class Scheduler:
         """Frees the slot of a running sequence, which the last one gets."""
         slot, last = sequence.slot, self.running.pop()
         if last is not sequence:
-            self._windows.move(last.slot, slot)
+            length = int(self._slot_S["position"][last.slot]) - len(last.blocks) * BLOCK
+            self._windows.move(last.slot, slot, length)
             self._slot_S[slot] = self._slot_S[last.slot]
             self.running[slot], last.slot = last, slot
         self._give_back(sequence)
@@ -387,9 +396,3 @@ def _processed(logits_BV: torch.Tensor, sequences: list[SequenceState]) -> torch
     for row, processor in processors.items():
         processor.apply(logits_BV[row], sequences[row].tokens.ids)
     return logits_BV
-
-
-def _advance(matcher: LLMatcher, token_id: int) -> str:
-    """Why a matcher cannot continue, if so: the grammar is too complex for the limits of the library."""
-    matcher.consume_token(token_id)
-    return str(matcher.get_error()).partition("\n")[0]

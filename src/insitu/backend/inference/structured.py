@@ -84,3 +84,9 @@ def allowed_tokens(matchers: Sequence[LLMatcher], vocab_size: int) -> torch.Tens
         matcher.unsafe_compute_mask_ptr(address, masks.strides[0])
     bits = np.unpackbits(masks.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
     return torch.from_numpy(bits.view(np.bool_))
+
+
+def advance(matcher: LLMatcher, token_id: int) -> str:
+    """Why a matcher cannot continue, if so: the grammar is too complex for the limits of the library."""
+    matcher.consume_token(token_id)
+    return str(matcher.get_error()).partition("\n")[0]

@@ -102,9 +102,9 @@ class LogprobComputer:
         """Whether rows can be packed into a prefix tree: a test forward pass gives the same log-probabilities."""
         if _depends_on_lengths(self._module) or stateful_layers(self._module):
             return False
-        tokens = (np.arange(60, dtype=np.int32) * 7 + 3) % self._vocab_size
-        ends = (tokens[:3], tokens[:20], np.concatenate([tokens[:20], tokens[:9]]), tokens[5:30])
-        rows = [Row(np.concatenate([tokens[:30], end]), np.arange(28, 30 + len(end))) for end in ends]
+        tokens = (np.arange(24, dtype=np.int32) * 7 + 3) % self._vocab_size
+        ends = (tokens[:2], tokens[:7], np.concatenate([tokens[:7], tokens[:4]]), tokens[5:14])
+        rows = [Row(np.concatenate([tokens[:12], end]), np.arange(10, 12 + len(end))) for end in ends]
         return self.packs_alike([*rows, Row(tokens[9:], np.arange(1, 9))])
 
     @torch.no_grad()
