@@ -35,32 +35,34 @@ def _fast_layer() -> Any:
 
     class FastLinear(Linear):  # type: ignore[misc, unused-ignore]
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if args or kwargs or not _is_simple(self):
+            if args or kwargs or (parts := _simple_parts(self)) is None:
                 return super().forward(x, *args, **kwargs)
-            base: Any = self.base_layer
-            (name,) = self.active_adapters
-            dtype = base.weight.dtype
-            factors: Any = (self.lora_A[name].weight.to(dtype), self.lora_B[name].weight.to(dtype), self.scaling[name])
-            x_TI = x.to(dtype).flatten(0, -2)
+            x_TI = x.to(parts[0].dtype).flatten(0, -2)
             if torch.is_grad_enabled():
-                output = _AdaptedLinear.apply(x_TI, base.weight, base.bias, *factors)  # type: ignore[no-untyped-call]
+                output = _AdaptedLinear.apply(x_TI, *parts)  # type: ignore[no-untyped-call]
             else:
-                output, _ = _products(x_TI, base.weight, base.bias, *factors)
+                output, _ = _products(x_TI, *parts)
             return output.view(*x.shape[:-1], -1)  # not in the function, whose views must not be modified in place
 
     return FastLinear
 
 
-def _is_simple(layer: Any) -> bool:
-    """Whether a layer has one adapter, over frozen weights that are not quantized."""
-    base, names = layer.base_layer, layer.active_adapters
+def _simple_parts(layer: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
+    """Weights, bias, the factors A and B, and their scale, of a layer with one adapter over plain frozen weights."""
+    modules = vars(layer)["_modules"]  # as attributes they take longer to find than a small product
+    base, factors_a, factors_b = modules["base_layer"], modules["lora_A"], modules["lora_B"]
+    names = layer.active_adapters
     if layer.disable_adapters or layer.merged or len(names) != 1 or type(base) not in (nn.Linear, PackedLinear):
-        return False
+        return None
     (name,) = names
-    if name not in layer.lora_A or name in layer.lora_variant or layer.lora_dropout[name].training:
-        return False
-    is_frozen = not (base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad))
-    return is_frozen and type(base.weight) is nn.Parameter and layer.lora_B[name].bias is None
+    if name not in factors_a or name in layer.lora_variant or modules["lora_dropout"][name].training:
+        return None
+    weight, bias, factor_b = base.weight, base.bias, factors_b[name]
+    is_frozen = not (weight.requires_grad or (bias is not None and bias.requires_grad))
+    if not is_frozen or type(weight) is not nn.Parameter or factor_b.bias is not None:
+        return None
+    dtype = weight.dtype
+    return weight, bias, factors_a[name].weight.to(dtype), factor_b.weight.to(dtype), layer.scaling[name]
 
 
 def _products(
