@@ -386,6 +386,33 @@ async def test_sequences_wait_for_others_that_begin(folders):
             assert pairs(alone) == pairs(together)
 
 
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=[pytest.mark.slow, with_bfloat16_kernels])]
+)
+async def test_what_prompts_begin_with_is_computed_once(folders, dtype):
+    """In one forward pass, also within a block; each is sampled from as if it were alone."""
+    rng, computed = random.Random(3), []
+    start = [rng.randrange(256) for _ in range(BLOCK + 60)]
+    shared = (0, 1, 20, 31, 32, 33, 100, 190, 200, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 50)
+    prompts = [[*start[:count], *(rng.randrange(256) for _ in range(rng.randint(1, 60)))] for count in shared]
+    loaded = load_model(str(folders["llama"]), "cpu", dtype)
+
+    def note(module, args, kwargs):
+        if (tokens := kwargs["input_ids"].shape[1]) > 1:
+            computed.append(tokens)
+
+    each = [params(seed, 3) for seed in range(len(prompts))]
+    async with running(loaded, compute=(compute := ComputeThread()), prefill_tokens=4096, prefix_bytes=0) as engine:
+        hook = loaded.module.register_forward_pre_hook(note, with_kwargs=True)
+        outputs = await at_once(engine, compute, each, prompts)
+        hook.remove()
+        spans = {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}
+        assert sum(computed) == pytest.approx(len(spans), abs=8), "up to a multiple of four rows"
+        for prompt, one, (together,) in zip(prompts, each, outputs, strict=True):
+            (alone,) = await engine.complete(asks(prompt, [one]))
+            assert pairs(alone) == pairs(together)
+
+
 async def test_requests_of_two_versions_share_a_small_pool(folders):
     """The oldest goes on, whatever version it asks for: they would push each other out for ever."""
     loaded = load_model(str(folders["llama"]), "cpu")

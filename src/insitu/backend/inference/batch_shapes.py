@@ -118,9 +118,13 @@ class BatchShapes:
             logger.warning("a row's last bits depend on its place in the batch; samples may differ from run to run")
 
     def _packs(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> bool:
-        """Whether prompts of one forward pass have the keys, values and logits that each has alone."""
+        """Whether prompts of one forward pass, some of which begin alike, have what each has alone.
+
+        That is their keys, values and logits.
+        """
         alone = [self._prefill(runner, [prompt]) for prompt in prompts]
-        packed, logits_NV = self._prefill(runner, [*prompts[::-1], *prompts])
+        alike = [[*prompt[:-2], *_tokens(self.vocab_size, _PART * _PROMPTS)] for prompt in prompts[::-1]]
+        packed, logits_NV = self._prefill(runner, [*alike, *prompts])
         pairs = zip((block for (block,), _ in alone), packed[_PROMPTS:], strict=True)
         both = (zip(tensors(one.layers), tensors(other.layers), strict=True) for one, other in pairs)
         alone_NV = torch.cat([logits for _, logits in alone])

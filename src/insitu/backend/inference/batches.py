@@ -1,7 +1,8 @@
 """What the rows of one forward pass read and write, and their attention: a decoding step, or spans of prompts.
 
 On a CPU attention is computed here, where no result depends on what else is in the batch: each row attends to its own
-tokens, and a block that several rows share is read once for all of them. Decoding steps attend in float32. On other
+tokens, and a block that several rows share is read once for all of them. What prompts have in common at their beginning
+is computed once, also within a block. Decoding steps attend in float32. On other
 devices, in float16, and for models with sliding windows or modified scores, the model's own attention reads padded keys
 and values.
 
@@ -19,6 +20,10 @@ from torch import Tensor
 
 from insitu.backend.attention import CachedAttention, causal, merged, visible
 from insitu.backend.inference.kv_pool import BLOCK, Block, Windows
+
+_TOKENS = 32
+"""Attention within a span is computed for a multiple of so many tokens: its sums are in the same order then, however
+many tokens follow."""
 
 
 class Span(NamedTuple):
@@ -181,29 +186,64 @@ def _padded_product(rows: Tensor, matrix: Tensor, padded: int) -> Tensor:
     return torch.bmm(torch.cat([rows, rows[:, :1].expand(-1, padded - count, -1)], 1), matrix)[:, :count].contiguous()
 
 
-class PrefillBatch:
-    """Spans of prompts: for `attend` one after the other in one row, for `update` a row each, from the same start."""
+class SharedRows:
+    """The rows of a forward pass over spans: one for all tokens that have the same tokens before them.
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    Those of spans with different blocks before them are not compared.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self._rows: dict[tuple[Block | int | None, int], int] = {}
+        """By the row of the token before, or the block, and the token."""
+
+    def missing(self, tokens: Sequence[int], before: Sequence[Block]) -> int:
+        """How many rows `add` would add."""
+        last: Block | int | None = before[-1] if before else None
+        for number, token in enumerate(tokens):
+            if (row := self._rows.get((last, token))) is None:
+                return len(tokens) - number
+            last = row
+        return 0
+
+    def add(self, tokens: Sequence[int], before: Sequence[Block]) -> list[int]:
+        """The rows of a span, of which those that are missing are added."""
+        rows: list[int] = []
+        last: Block | int | None = before[-1] if before else None
+        for position, token in enumerate(tokens, len(before) * BLOCK):
+            row = self._rows.setdefault((last, token), len(self.tokens))
+            if row == len(self.tokens):
+                self.tokens.append(token)
+                self.positions.append(position)
+            rows.append(row)
+            last = row
+        return rows
+
+
+class PrefillBatch:
+    """Spans of prompts: for `attend` in one row of `SharedRows`, for `update` a row each, from the same start.
+
+    `rows` are those of each span.
+    """
+
+    def __init__(self, spans: Sequence[Span], rows: Sequence[Sequence[int]] = ()) -> None:
         self.spans = spans
-        ends = np.cumsum([span.block.length for span in spans])
-        self._parts = [slice(end - span.block.length, end) for span, end in zip(spans, ends.tolist(), strict=True)]
+        self._rows = [torch.tensor([*own, *[own[-1]] * (-len(own) % _TOKENS)]) for own in rows]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        results = []
-        for span, part in zip(self.spans, self._parts, strict=True):
-            keys, values = key[:, :, part], value[:, :, part]
-            self._store(span, layer, keys, values)
-            own = causal(query[:, :, part], keys, values, scale)
+        result = value.new_zeros(*query.shape[:3], value.shape[-1])
+        for span, rows in zip(self.spans, self._rows, strict=True):
+            length = span.block.length
+            queries, keys, values = (each.index_select(2, rows) for each in (query, key, value))
+            self._store(span, layer, keys[:, :, :length], values[:, :, :length])
+            own = causal(queries, keys, values, scale)
             if span.before:
                 blocks = [torch.cat([b.layers[layer][which] for b in span.before], 1)[None] for which in (0, 1)]
                 before = [each.to(keys.dtype) for each in blocks]
-                own = merged(own, visible(query[:, :, part], before[0], before[1], scale))
-            results.append(own[0])
-        padding = query.shape[2] - self._parts[-1].stop
-        if padding:
-            results.append(results[0].new_zeros(*results[0].shape[:2], padding, results[0].shape[3]))
-        return torch.cat(results, 2).transpose(1, 2)
+                own = merged(own, visible(queries, before[0], before[1], scale))
+            result.index_copy_(2, rows[:length], own[0][:, :, :length].to(result.dtype))
+        return result.transpose(1, 2)
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """A row for each span, whose last token is in the last column."""

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from insitu.backend.attention import attend_to_trees
-from insitu.backend.inference.batches import Batch, DecodeBatch, PrefillBatch, Span
+from insitu.backend.inference.batches import Batch, DecodeBatch, PrefillBatch, SharedRows, Span
 from insitu.backend.inference.cuda_graphs import DecodeGraphs
 from insitu.backend.inference.kv_pool import BLOCK, Block, LayerShape, Layout, Windows
 from insitu.backend.model import ATTENTION_LAYERS, layer_types, sliding_window, text_config
@@ -100,20 +100,21 @@ class Runner:
     def prefill(self, spans: Sequence[Span], rows: int = 1) -> torch.Tensor:
         """Computes spans into their blocks; returns the logits after the last token of each.
 
-        With `attends_here` in one row, whose tokens and results are padded to multiples of `rows`; otherwise all spans
-        have the same start, and are padded to the longest.
+        With `attends_here` in one row, whose tokens and results are padded to multiples of `rows`, and in which tokens
+        that several spans begin with are computed once; otherwise all spans have the same start, and are padded to the
+        longest.
         """
         if not self.attends_here:
             return self._prefill_padded(spans)
-        lengths = [span.block.length for span in spans]
-        total = sum(lengths)
+        shared = SharedRows()
+        rows_of = [shared.add(span.tokens[span.start : span.end], span.before) for span in spans]
+        total = len(shared.tokens)
         tokens, positions = np.zeros((2, 1, total + -total % rows), np.int64)
-        tokens[0, :total] = np.concatenate([span.tokens[span.start : span.end] for span in spans])
-        positions[0, :total] = np.concatenate([np.arange(span.start, span.end) for span in spans])
-        last = (np.cumsum(lengths) - 1).tolist()
+        tokens[0, :total], positions[0, :total] = shared.tokens, shared.positions
+        last = [own[-1] for own in rows_of]
         last += last[:1] * (-len(last) % rows)
         inputs = self._placed(tokens, positions, np.empty(0), np.array(last))
-        return self._forward(PrefillBatch(spans), *inputs)[0, : len(spans)]
+        return self._forward(PrefillBatch(spans, rows_of), *inputs)[0, : len(spans)]
 
     def _prefill_padded(self, spans: Sequence[Span]) -> torch.Tensor:
         start, longest = spans[0].start, max(span.block.length for span in spans)

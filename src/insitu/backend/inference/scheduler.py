@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 from torch import nn
 
 from insitu.backend.inference.batch_shapes import BatchShapes
-from insitu.backend.inference.batches import Span
+from insitu.backend.inference.batches import SharedRows, Span
 from insitu.backend.inference.kv_pool import BLOCK, Block, KVPool, Windows
 from insitu.backend.inference.runner import Runner, next_span
 from insitu.backend.inference.sampler import MAX_IN_FLIGHT, Completion, OutputDelta, SampledToken
@@ -188,31 +188,33 @@ class Scheduler:
         Of several sequences with the same next span one computes it.
         """
         batch: dict[Hashable, tuple[SequenceState, Span]] = {}
+        rows = SharedRows()
         for sequence in self.prefilling:
             self._use_known(sequence)
             if sequence.computed == len(sequence.prompt):
                 continue
             start, end = next_span(len(sequence.prompt), sequence.computed)
-            key = self._key(sequence, end)
-            if key in batch or not self._fits(start, end, [span for _, span in batch.values()]):
+            tokens, key = sequence.prompt[start:end], self._key(sequence, end)
+            new = rows.missing(tokens, sequence.blocks)
+            if key in batch or not self._fits(start, end, [span for _, span in batch.values()], len(rows.tokens) + new):
                 continue
-            block = Block(self.shapes.layout, end - start)
-            batch[key] = sequence, Span(sequence.prompt, start, tuple(sequence.blocks), block)
+            rows.add(tokens, sequence.blocks)
+            span = Span(sequence.prompt, start, tuple(sequence.blocks), Block(self.shapes.layout, end - start))
+            batch[key] = sequence, span
         self._forward(batch)
         for sequence in self.prefilling:
             self._use_known(sequence)
-        ready = [sequence for sequence in self.prefilling if sequence.computed == len(sequence.prompt)]
-        self.prefilling = [sequence for sequence in self.prefilling if sequence.computed < len(sequence.prompt)]
-        if ready:
+        if ready := [sequence for sequence in self.prefilling if sequence.computed == len(sequence.prompt)]:
+            self.prefilling = [sequence for sequence in self.prefilling if sequence.computed < len(sequence.prompt)]
             self._start_decoding(ready, outputs)
 
-    def _fits(self, start: int, end: int, batch: list[Span]) -> bool:
-        """Whether one more span can be computed together with those of a batch."""
-        lengths = [end - start, *(span.block.length for span in batch)]
-        if len(lengths) == 1:
+    def _fits(self, start: int, end: int, batch: list[Span], rows: int) -> bool:
+        """Whether one more span can be computed together with those of a batch, then of `rows` different tokens."""
+        if not batch:
             return True
         if self.shapes.packs_prompts:
-            return sum(lengths) <= self.options.prefill_tokens
+            return rows <= self.options.prefill_tokens
+        lengths = [end - start, *(span.block.length for span in batch)]
         same_start = start == batch[0].start
         return self.shapes.pads_prompts and same_start and len(lengths) * max(lengths) <= self.options.prefill_tokens
 
@@ -235,9 +237,7 @@ class Scheduler:
 
     def _forward(self, batch: dict[Hashable, tuple[SequenceState, Span]]) -> None:
         """Computes the blocks in `batch`."""
-        if not batch:
-            return
-        logits_NV = self._runner.prefill([span for _, span in batch.values()], self.shapes.least_rows)
+        logits_NV = self._runner.prefill([span for _, span in batch.values()], self.shapes.least_rows) if batch else ()
         for (key, (sequence, span)), logits_V in zip(batch.items(), logits_NV, strict=True):
             if span.end == len(sequence.prompt):
                 span.block.keep_logits(logits_V)
@@ -247,8 +247,7 @@ class Scheduler:
     def _start_decoding(self, ready: list[SequenceState], outputs: list[Delivery]) -> None:
         """Gives complete prompts a window, and samples their first tokens."""
         logits = []
-        unfinished = [sequence.blocks[-1].length for sequence in ready if sequence.blocks[-1].length < BLOCK]
-        if unfinished:
+        if unfinished := [each.blocks[-1].length for each in ready if each.blocks[-1].length < BLOCK]:
             self._windows.ensure(len(self.running) + len(ready), max(unfinished))
         for sequence in ready:
             params, last = sequence.params, len(sequence.prompt) - 1
