@@ -55,7 +55,7 @@ from insitu.wire.json_values import json_form, json_path
 from insitu.wire.open_files import raise_file_limit
 from insitu.wire.redaction import results_console
 from insitu.workflow.event_loop import run_async
-from insitu.workflow.llms import check_model_names, http_library
+from insitu.workflow.llms import check_model_names
 
 logger = logging.getLogger(__name__)
 Statuses = list[TrainingJobStatus]
@@ -145,21 +145,13 @@ async def ready_run(
                 check_memory(adapter.memory_plan(), free=True)
                 state.needs = adapter.needs
             async with _cleaned_up(trainer, f"trainers.{config.finetuning.trainer}"):
-                imported = asyncio.create_task(_import_client(config, adapter), name="import")
                 await trainer.initialize(writable(config.finetuning.model_copy(update=section)))
-                await imported
                 if isinstance(adapter, TrainerAdapter):
                     state.wait_for_policy = adapter.wait_until_reachable
                     builder.trained_policy = await adapter.policy_endpoint()
                     check_model_names(builder)
                 async with watched(adapter, state):
                     yield ReadyRun(state, builder, trainer, adapter)
-
-
-async def _import_client(config: Config, adapter: Any) -> None:
-    """Imports the client of trained llms while a backend starts: it takes a second."""
-    if isinstance(adapter, TrainerAdapter) and adapter.starts_backend and config.trained_llms():
-        await asyncio.to_thread(http_library)
 
 
 async def check_run(run_config: FinetuneRunConfig) -> tuple[Config, MemoryPlan | None]:

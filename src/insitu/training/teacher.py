@@ -59,7 +59,7 @@ class TeacherConfig(BaseModel):
     coefficient: float = Field(default=1.0, gt=0)
     """Factor of the teacher's term of an advantage: its log-probability of the token minus that of the policy."""
     baseline: Literal["leave_one_out", "none"] = "leave_one_out"
-    """Subtracted from the teacher's term of a token: the mean of those of all other sampled tokens of its group."""
+    """Subtracted from the teacher's term of a token: the mean of those of all other trained tokens of its group."""
     reward_coefficient: float = Field(default=0.0, ge=0)
     """Factor of the advantages of the rewards, which are added; 0: the rewards are recorded and not trained."""
     read_timeout: MayChange[float] = Field(default=60.0, gt=0)

@@ -14,12 +14,13 @@ Hand-written llms mean the model under training too, by its own name or by that 
 `player` is trained. If its calls went to the base model, training would have no effect: they go to `my_run`.
 """
 
+import asyncio
 import importlib
 import inspect
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -81,7 +82,8 @@ class SamplingConfig(LLMBaseConfig):
     """[Structured output](backend.md#structured-output): `{type: json_object}`, or `{type: json_schema, json_schema:
     {name: answer, schema: {...}}}`."""
     structured_outputs: dict[str, Any] | None = None
-    """Structured output in vLLM's form, one of `json` (a schema), `regex`, `choice` and `grammar`."""
+    """Structured output in vLLM's form, one of `json` (a schema), `json_object`, `regex`, `choice` and
+    `grammar`."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens of a completion."""
     stop: str | list[str] | None = None
@@ -242,6 +244,12 @@ def http_library(sdk: Any = None) -> Any:
 
     base = next(cls for cls in sdk.DefaultAsyncHttpxClient.__mro__ if cls.__module__.startswith("httpx"))
     return importlib.import_module(base.__module__.partition(".")[0])
+
+
+async def import_client() -> None:
+    """Imports what `connect` needs, while something else is waited for: it takes a second."""
+    with suppress(Exception):  # which `connect` meets again
+        await asyncio.to_thread(http_library)
 
 
 @cache

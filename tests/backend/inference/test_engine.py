@@ -386,6 +386,17 @@ async def test_sequences_wait_for_others_that_begin(folders):
             assert pairs(alone) == pairs(together)
 
 
+async def test_a_sequence_gets_the_place_of_one_that_ends_before_it_is_sampled(tmp_path):
+    """Two rows are sampled together: the last one moves while its token has been computed and not sampled."""
+    loaded = load_model(str(save_tiny_model(tmp_path, vocab_size=2**19)), "cpu")
+    each = [params(seed, tokens) for seed, tokens in enumerate((2, 6, 3, 6, 4, 6, 6))]
+    async with running(loaded, compute=(compute := ComputeThread())) as engine:
+        outputs = await at_once(engine, compute, each)
+        for one, (together,) in zip(each, outputs, strict=True):
+            (alone,) = await engine.complete(asks([1, 2, 3], [one]))
+            assert pairs(alone) == pairs(together)
+
+
 @pytest.mark.parametrize(
     "dtype", ["float32", pytest.param("bfloat16", marks=[pytest.mark.slow, with_bfloat16_kernels])]
 )

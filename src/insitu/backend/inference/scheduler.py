@@ -174,10 +174,9 @@ class Scheduler:
         """
         if self.prefilling:
             self._prefill(outputs)
-        if len(self.running) < len(self.prefilling) and self._held_back < _MOST_HELD_BACK:
-            self._held_back += 1
-        elif self.running:
-            self._held_back = 0
+        holds_back = 0 < len(self.running) < len(self.prefilling) and self._held_back < _MOST_HELD_BACK
+        self._held_back = self._held_back + 1 if holds_back else 0
+        if self.running and not holds_back:
             self._decode(outputs)
         if self.idle:
             self._runner.rest(self._windows)
@@ -188,21 +187,24 @@ class Scheduler:
         Of several sequences with the same next span one computes it.
         """
         batch: dict[Hashable, tuple[SequenceState, Span]] = {}
-        rows = SharedRows()
+        rows, mates = SharedRows(), []
         for sequence in self.prefilling:
             self._use_known(sequence)
             if sequence.computed == len(sequence.prompt):
                 continue
             start, end = next_span(len(sequence.prompt), sequence.computed)
             tokens, key = sequence.prompt[start:end], self._key(sequence, end)
+            if key in batch:
+                mates.append(sequence)
+                continue
             new = rows.missing(tokens, sequence.blocks)
-            if key in batch or not self._fits(start, end, [span for _, span in batch.values()], len(rows.tokens) + new):
+            if not self._fits(start, end, [span for _, span in batch.values()], len(rows.tokens) + new):
                 continue
             rows.add(tokens, sequence.blocks)
             span = Span(sequence.prompt, start, tuple(sequence.blocks), Block(self.shapes.layout, end - start))
             batch[key] = sequence, span
         self._forward(batch)
-        for sequence in self.prefilling:
+        for sequence in mates:
             self._use_known(sequence)
         if ready := [sequence for sequence in self.prefilling if sequence.computed == len(sequence.prompt)]:
             self.prefilling = [sequence for sequence in self.prefilling if sequence.computed < len(sequence.prompt)]
@@ -366,8 +368,8 @@ class Scheduler:
         """Frees the slot of a running sequence, which the last one gets."""
         slot, last = sequence.slot, self.running.pop()
         if last is not sequence:
-            length = int(self._slot_S["position"][last.slot]) - len(last.blocks) * BLOCK
-            self._windows.move(last.slot, slot, length)
+            computed = int(self._slot_S["position"][last.slot]) + 1  # of which the last may not be sampled yet
+            self._windows.move(last.slot, slot, computed - len(last.blocks) * BLOCK)
             self._slot_S[slot] = self._slot_S[last.slot]
             self.running[slot], last.slot = last, slot
         self._give_back(sequence)

@@ -54,7 +54,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     name: str = "policy"
     """The name the model is served under. With `url` it is optional; if set, it must match the name served there."""
     device: MayChange[str] = "auto"
-    """cpu, cuda, or auto."""
+    """cpu, cuda, cuda:1 ..., or auto."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights. auto: the checkpoint's on a GPU; on a CPU float32, but [bfloat16](models.md#dtypes) for
     `training.lora` over more than 100 million parameters if the CPU multiplies it. A run keeps what it began with."""

@@ -39,6 +39,7 @@ from insitu.training.native.config import InsituAdapterConfig, resolve_model
 from insitu.training.native.memory import plan_memory
 from insitu.wire.connection import Connection, event_data, response_error
 from insitu.wire.endings import end_tasks
+from insitu.workflow.llms import import_client
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,7 +89,9 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             arguments = self.config.backend_arguments(self._full_config, **more)
             restarts, secrets = self.config.max_restarts, self.config.backend_secrets
             self._process = BackendProcess(arguments, folder / "backend.log", restarts, secrets)
-            self._base_url, self._token = await self._process.start(self.config.startup_timeout), self._process.token
+            starting = self._process.start(self.config.startup_timeout)
+            self._base_url, _ = await asyncio.gather(starting, import_client())
+            self._token = self._process.token
         if self._connection is None:
             headers = {"Authorization": f"Bearer {self._token}"}
             report = self._process.final_report if self._process is not None else lambda: None
