@@ -29,6 +29,7 @@ from insitu.config.resolved import nested
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError, InsituError, not_found
+from insitu.runs.checkpoints import model_of_run
 from insitu.runs.files import holds_run
 from insitu.runs.reader import RunReader
 from insitu.runs.resume import check_same_run, find_run
@@ -127,7 +128,7 @@ def evaluate(
     anything is started.
     """
     if model is None and config is None and checkpoint is not None:
-        model = os.fspath(checkpoint)
+        model = model_of_run(os.fspath(checkpoint), "checkpoint")
     project, output = _project(evaluate, locals(), "rows", "eval.general.output_dir", "evaluations")
     weights = None if checkpoint is None else Path(checkpoint)
     printed = console or results_console()
