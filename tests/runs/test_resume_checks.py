@@ -195,6 +195,23 @@ async def test_an_epoch_of_which_nothing_could_be_trained_is_run_again(
     assert said == "run r continues after epoch 0" + f" and {kept + ahead} episodes of epoch {of}" * bool(of)
 
 
+async def test_what_was_recorded_with_token_ids_is_played_again_without(tmp_path: Path, config: Config) -> None:
+    """After `redact` was added with --force, as those that are played now are not recorded: a job would get both."""
+    builder = Builder(config, request=FinetuneRunConfig(config_file=config, resume=True, force=True))
+    run = ResumableRun("r")
+    run.open_folder(tmp_path / "run", builder, {})
+    started_with(tmp_path / "run", config)
+    await run.commit(policy_version=0)
+    run.store.append("journal.jsonl", [journal_record(Episode(EpisodeKey("r", 1, "0", 0), EpisodeStatus.OK))])
+    run.unlock()
+    config.finetuning.redact.append("token_ids")
+    continued = ResumableRun("other")
+    said = continued.open_folder(tmp_path / "run", builder, {})
+    continued.unlock()
+    assert continued.finished(1) == RunReader(tmp_path / "run").journal(1) == []
+    assert said == ["run r continues after epoch 0", *said[1:]]
+
+
 @pytest.mark.parametrize("force", [False, True])
 async def test_code_of_the_training_may_not_change(tmp_path: Path, config: Config, force: bool) -> None:
     def settings(digest: str) -> dict[str, Any]:

@@ -186,6 +186,8 @@ class ResumableRun:
             # An epoch is run again if none of its episodes can be trained: that may be why the run has failed.
             has_trained = any(each.reason is None for each in journal if each.key.epoch == self.next_epoch)
             self._finished = [each for each in journal if has_trained or each.key.epoch > self.next_epoch]
+        if "token_ids" in config.finetuning.redact and not self.may_be_submitted(self.next_epoch):
+            self._finished = []  # recorded before --force: the others of their epoch would not be
         if not self._finished or len(self._finished) < len(journal):
             # Else a kill while they are written again would lose what a submitted job needs.
             self._store.clear(JOURNAL)
