@@ -199,15 +199,22 @@ show(scores=scores, columns=rows.columns, exact=done.score, looped=asyncio.run(i
 
 
 def test_a_checkpoint_is_evaluated_without_naming_its_model(trained: tuple[Path, dict[str, Any]]) -> None:
+    """Also if the best weights of the run are those that it started from."""
     folder, _ = trained
     code = """
 def scored(**options):
     return list(insitu.evaluate(answer, score, ROWS, max_tokens=6, checkpoint="runs/answer", **options).table)
 
 show(scored=[scored(), scored(model=MODEL)])
+shutil.copytree("runs/answer", "runs/worse")
+(Path("runs/worse") / "best.json").write_text(json.dumps({"avg_reward": 0.5, "epoch": 0, "checkpoint": None}))
+shown = [dict(checkpoint="runs/worse"), dict(model=MODEL)]
+show(started=[list(insitu.evaluate(answer, score, ROWS, max_tokens=6, **each).table) for each in shown])
 """
-    without, with_model = script(folder, code)[0]["scored"]
+    shown, _ = script(folder, f"import shutil\n{code}")
+    (without, with_model), (best, started) = shown["scored"], shown["started"]
     assert without == with_model != []
+    assert best == started != []
 
 
 def test_the_trained_agent_answers(trained: tuple[Path, dict[str, Any]]) -> None:

@@ -142,6 +142,20 @@ def test_the_interval_of_a_single_row_is_not_shown(project: Path) -> None:
     assert re.search(r"^3 +3 +0\.\d+ +- +3 ", table, re.M), table
 
 
+def test_scores_of_other_rows_are_not_comparable(project: Path) -> None:
+    file = project / "run/validation_history.json"
+    history = [{**each, "scored_by": f"rows {each['epoch'] > 0}"} for each in json.loads(file.read_text())]
+    file.write_text(json.dumps(history))
+    notes = [each.get("note") for each in shown(project / "run")["validations"]]
+    assert notes == ["not comparable: other rows or evaluator than the latest", *[None] * (len(history) - 1)]
+    table = run("runs", "show", "run", folder=project).stdout.partition("validations:\n")[2]
+    assert [line.endswith("than the latest") for line in table.rstrip().splitlines()] == [
+        False,
+        True,
+        *[False] * (len(history) - 1),
+    ]
+
+
 def test_a_damaged_line_hides_only_itself(project: Path) -> None:
     path = project / "run/training_metrics.jsonl"
     first, _, third = path.read_text().splitlines()

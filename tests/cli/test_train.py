@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from factories import ROOT, read_lines
-from processes import run, start
+from processes import run, start, wait_until
 
 from insitu import Run
 from insitu.api.train import Trained
@@ -192,7 +192,7 @@ def test_another_run_is_not_continued(trained: Any) -> None:
 
 
 def test_a_run_may_start_from_the_earlier_one_in_its_folder(trained: Any, tmp_path: Path) -> None:
-    """Which is moved aside, and the inputs are those in its new place."""
+    """Which is moved aside, and the inputs are those in its new place, also when it continues without weights yet."""
     shutil.copytree(trained[0] / "runs", tmp_path / "runs")
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "rows.jsonl").write_text((trained[0] / "rows.jsonl").read_text())
@@ -204,7 +204,17 @@ def test_a_run_may_start_from_the_earlier_one_in_its_folder(trained: Any, tmp_pa
     recorded = json.loads((tmp_path / "runs/answer/run.json").read_text())
     assert Path(recorded["starting_model"]["file"]).is_relative_to(tmp_path / "runs/answer.1/backend/checkpoints")
     assert recorded["dataset"]["file"] == str(tmp_path / "runs/answer.1/rows.jsonl")
-    done = run(*arguments, "--rows", "rows.jsonl", "--held_out", "0.5", folder=tmp_path)
+    command = (*arguments, "--rows", "rows.jsonl", "--held_out", "0.5")
+    with start(*command, folder=tmp_path) as process:
+        new = [tmp_path / "runs" / name for name in ("answer.2", "answer/progress.json")]
+        wait_until(lambda: all(path.exists() for path in new))
+        process.send_signal(signal.SIGINT)
+        process.communicate(600)
+        assert process.wait() == 130
+    latest = ("--resume", "-o", "trainer_adapters.backend.model", "latest")
+    done = run("finetune", "runs/answer/config.yml", *latest, folder=tmp_path)
+    assert "backend.model was 'runs/answer.2/latest' and is 'latest'. Set" in done.stderr.replace(f"{tmp_path}/", "")
+    done = run(*command, "--resume", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(read_lines(tmp_path / "runs/answer/rows.jsonl")) == 3
     assert json.loads((tmp_path / "runs/answer/run.json").read_text())["dataset"]["file"].endswith("answer/rows.jsonl")

@@ -1156,6 +1156,16 @@ async def test_which_workspaces_are_kept(project: Path, server: FakeOpenAI) -> N
     assert [path.read_text() for path in kept.glob("*/number.txt")] == ["2", "2"]
 
 
+async def test_of_episodes_that_fail_together_no_more_are_kept(project: Path, server: FakeOpenAI) -> None:
+    kept, workspace = project / "out/workspaces", {"copy": "task", "max_kept": 2}
+    kept.mkdir(parents=True)
+    for number in range(10_000):  # so that it takes a while to count the folders
+        (kept / f"note-{number}").touch()
+    async with agent(project, server, f"{FIX}; raise SystemExit(3)", workspace=workspace) as workflow:
+        errors = await asyncio.gather(*(episode(workflow, number) for number in range(6)), return_exceptions=True)
+    assert sum("workspace is" in str(error) for error in errors) == len([*kept.glob("r-*")]) == 2
+
+
 async def test_an_episode_that_cannot_be_kept_has_its_own_error(
     project: Path, server: FakeOpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -170,9 +170,11 @@ async def test_what_is_known_of_earlier_epochs_is_a_line_each(tmp_path: Path, co
         ("running", [DropReason.EVALUATOR_ERROR] * 2, 0, 2),  # it was killed: they are the first of the epoch
     ],
 )
+@pytest.mark.parametrize("ahead", [0, 3])
 async def test_an_epoch_of_which_nothing_could_be_trained_is_run_again(
-    tmp_path: Path, config: Config, status: str, reasons: list[DropReason | None], submitted: int, kept: int
+    tmp_path: Path, config: Config, status: str, reasons: list[DropReason | None], submitted: int, kept: int, ahead: int
 ) -> None:
+    """Its episodes are in no file any more, as the next process may be killed; those of the epoch after it are."""
     builder, run = Builder(config, request=FinetuneRunConfig(config_file=config, resume=True)), ResumableRun("r")
     run.open_folder(tmp_path / "run", builder, {})
     started_with(tmp_path / "run", config)
@@ -180,13 +182,34 @@ async def test_an_epoch_of_which_nothing_could_be_trained_is_run_again(
     await run.commit(policy_version=0)
     played = EpisodeStatus.OK
     episodes = [Episode(EpisodeKey("r", 1, "0", n), played, reason=reason) for n, reason in enumerate(reasons)]
+    episodes += [Episode(EpisodeKey("r", 2, "0", n), played) for n in range(ahead)]
     run.store.append("journal.jsonl", map(journal_record, episodes))
     run.unlock()
     continued = ResumableRun("other")
     (said,) = continued.open_folder(tmp_path / "run", builder, {})
     continued.unlock()
-    assert len(continued.finished(1)) == len(RunReader(tmp_path / "run").journal(1)) == kept
-    assert said == "run r continues after epoch 0" + f" and {kept} episodes of epoch 1" * bool(kept)
+    assert [len(continued.finished(epoch)) for epoch in (1, 2)] == [kept, ahead]
+    recorded = RunReader(tmp_path / "run").journal(1)
+    assert [each.key for each in recorded] == [each.key for epoch in (1, 2) for each in continued.finished(epoch)]
+    of = " and ".join(str(epoch) for epoch, number in ((1, kept), (2, ahead)) if number)
+    assert said == "run r continues after epoch 0" + f" and {kept + ahead} episodes of epoch {of}" * bool(of)
+
+
+async def test_what_was_recorded_with_token_ids_is_played_again_without(tmp_path: Path, config: Config) -> None:
+    """After `redact` was added with --force, as those that are played now are not recorded: a job would get both."""
+    builder = Builder(config, request=FinetuneRunConfig(config_file=config, resume=True, force=True))
+    run = ResumableRun("r")
+    run.open_folder(tmp_path / "run", builder, {})
+    started_with(tmp_path / "run", config)
+    await run.commit(policy_version=0)
+    run.store.append("journal.jsonl", [journal_record(Episode(EpisodeKey("r", 1, "0", 0), EpisodeStatus.OK))])
+    run.unlock()
+    config.finetuning.redact.append("token_ids")
+    continued = ResumableRun("other")
+    said = continued.open_folder(tmp_path / "run", builder, {})
+    continued.unlock()
+    assert continued.finished(1) == RunReader(tmp_path / "run").journal(1) == []
+    assert said == ["run r continues after epoch 0", *said[1:]]
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from factories import disk_space, power_failures, read_lines
@@ -21,7 +22,7 @@ from insitu.errors import ConfigError, InsituError
 from insitu.runs.files import RUN_FILES
 from insitu.runs.records import call_records, episode_record, restore_calls, restore_episode
 from insitu.runs.replay import StoredRun
-from insitu.runs.store import RewardPlot, RunStore, draw_rewards, set_aside
+from insitu.runs.store import RewardPlot, RunStore, draw_rewards, reward_figure, set_aside
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import Trajectory
 from insitu.schemas.groups import GroupRecord
@@ -111,6 +112,15 @@ def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
     asyncio.run(plot.finish(rewards, []))
     assert (tmp_path / "reward_plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_scores_of_other_rows_have_a_curve_of_their_own() -> None:
+    """As after `--resume` with other held-out rows."""
+    scored = [{"epoch": n, "avg_reward": n / 10, "ci95": [0, 1], "scored_by": by} for n, by in enumerate("aabccc")]
+    (axes,) = reward_figure([], scored).axes
+    curves = [np.asarray(line.get_xydata()).tolist() for line in axes.lines[:3]]
+    assert curves == [[[0, 0], [1, 0.1]], [[2, 0.2]], [[3, 0.3], [4, 0.4], [5, 0.5]]]
+    assert axes.get_legend_handles_labels()[1] == ["held out, other rows or evaluator", "held out, 95 % CI"]
 
 
 def test_a_plot_is_drawn_while_a_run_goes_on_unless_it_is_short(tmp_path: Path) -> None:

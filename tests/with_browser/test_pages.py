@@ -155,6 +155,10 @@ def test_scores_of_other_rows_are_not_compared(tmp_path: Path, open_page: Open) 
     with view_server(tmp_path) as url:
         page = open_page("/run", url=url, refused=True, run="run")
         expect(page.locator(".lead-fact")).to_contain_text("0.300 → 0.500best, epoch 2 · +0.200 since epoch 1")
+        curves = "other rows or evaluator: 0.900 at epoch 0.* held-out score: 0.300 at epoch 1, 0.500 at epoch 2"
+        expect(page.get_by_role("img", name=re.compile("^Held-out"))).to_have_attribute(
+            "aria-label", re.compile(curves)
+        )
 
 
 def test_a_run_that_has_not_begun_has_no_numbers(open_page: Open) -> None:

@@ -29,6 +29,7 @@ from insitu.config.resolved import nested
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError, InsituError, not_found
+from insitu.runs.checkpoints import model_of_run
 from insitu.runs.files import holds_run
 from insitu.runs.reader import RunReader
 from insitu.runs.resume import check_same_run, find_run
@@ -127,7 +128,7 @@ def evaluate(
     anything is started.
     """
     if model is None and config is None and checkpoint is not None:
-        model = os.fspath(checkpoint)
+        model = model_of_run(os.fspath(checkpoint), "checkpoint")
     project, output = _project(evaluate, locals(), "rows", "eval.general.output_dir", "evaluations")
     weights = None if checkpoint is None else Path(checkpoint)
     printed = console or results_console()
@@ -269,14 +270,24 @@ def set_output(project: Project, key: str, path: str | os.PathLike[str] | None, 
 
 def start_request(checked: Callable[..., Config], output: Path, resume: bool) -> FinetuneRunConfig:
     """The run in `output`, whose files are written once nothing refuses it."""
+    earlier = _moved_for(output) if resume else None
     with TemporaryDirectory(prefix="insitu-") as draft:  # nothing is moved aside for settings that cannot be run
-        config = checked(Path(draft))
+        config = checked(Path(draft), earlier=earlier)
         run_anywhere(lambda: _check(FinetuneRunConfig(config_file=config, resume=resume)))
         is_continued = resume and find_run(output, "--resume") is not None
         continued = _inputs(config, output, Path(draft)) if is_continued else None
-    earlier = set_aside(output) if continued is None else None
+    earlier = set_aside(output) if continued is None else earlier
     with nullcontext() if continued is None else FolderLock(output, OUTPUT_DIR):
         return FinetuneRunConfig(config_file=checked(output, continued, earlier), resume=resume)
+
+
+def _moved_for(run: Path) -> Path | None:
+    """Where the earlier run in this folder was moved to, if this one has its weights or episodes."""
+    files = RunReader(run)
+    stored = files.settings().get("episodes_from") or {}
+    places = [Path(place) for place in (stored.get("run", ""), files.started_from() if files.own_backend else "")]
+    parents = (folder for place in places for folder in (place, *place.parents) if folder.suffix[1:].isdecimal())
+    return next((folder for folder in parents if folder.with_suffix("") == run), None)
 
 
 async def _check(request: FinetuneRunConfig) -> None:
@@ -307,7 +318,7 @@ def checked_settings(
 ) -> Config:
     """The checked settings, as a file and with its rows, of this keyword, in the output folder.
 
-    An `earlier` run in it was moved to this place.
+    An `earlier` run in it was moved to this place, for this run or the one that it continues.
     With the inputs of a run that is `continued` there, raises ConfigError if they or the settings are not its own,
     before anything is written; nothing is if that run is complete. Raises ConfigError rather than replace other files.
     """

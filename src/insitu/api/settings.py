@@ -180,13 +180,15 @@ class Project:
     def follow(self, earlier: Path) -> None:
         """Has the inputs that were in the output folder named where they are now: in that of an `earlier` run."""
         model, stored = f"{self.block('trainer_adapter')}.model", f"{self.block('trajectory_builder')}.episodes_from"
-        new = [str(self.output / name) for name in self.files]
-        for key in ("eval.general.dataset.file_path", *_VALIDATED, model, stored, f"{stored}.run"):
+        output, new = earlier.with_suffix(""), [str(self.output / name) for name in self.files]
+        rows = ("eval.general.dataset.file_path", *_VALIDATED)
+        for key in (*rows, model, stored, f"{stored}.run"):
             value = self.get(key)
             if isinstance(value, str | os.PathLike) and str(value) not in new:
-                path = (self.output if value in NAMES else Path.cwd()) / Path(value).expanduser()
-                place = moved_path(path, {self.output: earlier})
-                if place != path and (key == model or place.exists()):  # `latest` is no file
+                path = (output if value in NAMES else Path.cwd()) / Path(value).expanduser()
+                place = moved_path(path, {output: earlier})
+                is_there = place.exists() and not (key in rows and path.exists())  # those of a run that continues
+                if place != path and (key == model or is_there):  # `latest` is no file
                     self.set(key, str(place))
 
     def check_replaced(self, config: str) -> None:

@@ -19,7 +19,7 @@ _WIDE = 1000
 """Characters that a line of a table may have in a pipe or file."""
 _TABLES = {
     "epochs": ("epoch", "policy_version", "avg_reward", "loss", "dropped", "job"),
-    "validations": ("epoch", "policy_version", "avg_reward", "ci95", "num_examples", "error"),
+    "validations": ("epoch", "policy_version", "avg_reward", "ci95", "num_examples", "error", "note"),
 }
 """What is shown of the lines of two files."""
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from glob import escape
@@ -68,6 +69,8 @@ Git ignores bare repositories and hooks."""
 _ISOLATED_VARIABLE = "INSITU_ISOLATED"
 _KEPT = "workspaces"
 """The folder of a run with the workspaces that are kept."""
+_KEEPING = threading.Lock()
+"""For the limit on their number: episodes may fail at once."""
 _SEARCHED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 
@@ -244,9 +247,10 @@ class Workspaces:
             if not left.exists() or not left.stat().st_size:
                 return None
             copy.parent.mkdir(parents=True, exist_ok=True)
-            if sum(each.is_dir() for each in copy.parent.iterdir()) >= self.settings.max_kept:
-                return None
-            copy.mkdir()
+            with _KEEPING:
+                if sum(each.is_dir() for each in copy.parent.iterdir()) >= self.settings.max_kept:
+                    return None
+                copy.mkdir()
             with left.open("rb") as archive:
                 unpack(archive, str(copy), limits.folder_size, limits.files, links=False)
             # The configuration of a repository names programs, and it is the agent's. Git needs HEAD to find one.

@@ -69,14 +69,19 @@ def _is_model(folder: Path) -> bool:
 def model_of_run(model: str, key: str) -> str:
     """The folder of the weights that RUN_DIR, RUN_DIR/best, latest or step_N names; any other model as it is.
 
-    Raises ConfigError naming `key` if the run has no such weights.
+    Of weights that were not trained, the model that the run started from. Raises ConfigError naming `key` if the run
+    has no such weights.
     """
     path = Path(model)
     run, name = (path.parent, path.name) if _is_name(path.name) else (path, None)
     if _is_model(path) or not holds_run(run):
         return model
-    folder = _of_run(run, name, key).folder
-    return str(folder or RunReader(run).started_from())
+    if (folder := _of_run(run, name, key).folder) is not None:
+        return str(folder)
+    if not RunReader(run).own_backend:
+        before = f"the best weights of {run} are those that its backend at a url had before training"
+        raise ConfigError(f"{key}: {before}; name that model")
+    return RunReader(run).started_from()
 
 
 def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter, itemgetter
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -35,6 +35,7 @@ from insitu.schemas.finetuning import TrainingJobStatus, Trajectory, ValidationC
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
 
 Phase = Literal["collected", "submitted"]
+_Validation = TypeVar("_Validation", bound=Mapping[str, Any])
 RunStatus = Literal["running", "completed", "interrupted", "failed", "forked"]
 
 _KEY_FIELDS = ("epoch", "row_id", "generation", "attempt")
@@ -293,7 +294,7 @@ def best_validation(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     return max(comparable_validations(records), key=lambda each: each["avg_reward"], default=None)
 
 
-def comparable_validations(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def comparable_validations(records: Iterable[_Validation]) -> list[_Validation]:
     """The validations with a score, but those of other rows, or by another evaluator, than the latest."""
     scored = [each for each in records if "error" not in each]
     latest = scored[-1].get("scored_by") if scored else None  # runs of earlier versions do not say

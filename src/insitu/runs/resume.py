@@ -18,7 +18,7 @@ from insitu.disk.files import delete_drafts, writing
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
 from insitu.runs.reader import RunReader
-from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus
+from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus, journal_record
 from insitu.runs.store import RunStore, set_aside
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import PolicyEndpoint, TrainingJobStatus
@@ -181,14 +181,18 @@ class ResumableRun:
         self._versions = {epoch: state.policy_version for epoch, state in states.items()}
         self.jobs = [state.job for _, state in sorted(states.items()) if state.job is not None]
         self.rewards = files.rewards(progress.epoch)
-        journal = files.journal(self.next_epoch)
+        self._finished = journal = files.journal(self.next_epoch)
         if progress.status == "failed" and not self.may_be_submitted(self.next_epoch):
             # An epoch is run again if none of its episodes can be trained: that may be why the run has failed.
             has_trained = any(each.reason is None for each in journal if each.key.epoch == self.next_epoch)
-            journal = [each for each in journal if has_trained or each.key.epoch > self.next_epoch]
-        self._finished = journal
-        if not self._finished:  # a kill while others are written again would lose what a submitted job needs
+            self._finished = [each for each in journal if has_trained or each.key.epoch > self.next_epoch]
+        if "token_ids" in config.finetuning.redact and not self.may_be_submitted(self.next_epoch):
+            self._finished = []  # recorded before --force: the others of their epoch would not be
+        if not self._finished or len(self._finished) < len(journal):
+            # Else a kill while they are written again would lose what a submitted job needs.
             self._store.clear(JOURNAL)
+            if self._finished:  # of later epochs
+                self._store.append(JOURNAL, map(journal_record, self._finished))
         epochs_of = sorted({episode.key.epoch for episode in self._finished})
         named = f"epoch {' and '.join(map(str, epochs_of))}"
         more = f" and {len(self._finished)} episodes of {named}" if self._finished else ""

@@ -8,17 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from insitu.disk.files import new_file, writable_folder, writing
 from insitu.disk.folder_lock import LOCK_FILE, FolderLock
 from insitu.disk.json_files import Block, LineFile, dump_lines, shorter_than_written, write_json
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
-from insitu.runs.records import call_records, episode_record, row_record, sides_of
+from insitu.runs.records import call_records, comparable_validations, episode_record, row_record, sides_of
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.groups import GroupRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 logger = logging.getLogger(__name__)
 
@@ -232,6 +235,14 @@ class RewardPlot:
 
 def draw_rewards(path: Path, rewards: Records, validations: Records) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = reward_figure(rewards, validations)
+    with writing(path), new_file(path, overwrite=True) as draft:
+        FigureCanvasAgg(figure).print_figure(str(draft), format="png", dpi=110)
+
+
+def reward_figure(rewards: Records, validations: Records) -> "Figure":
+    """Held-out scores that are not comparable with the latest have curves of their own, without intervals."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -241,7 +252,14 @@ def draw_rewards(path: Path, rewards: Records, validations: Records) -> None:
     trained = [(r["epoch"], r["avg_reward"]) for r in rewards if r["avg_reward"] is not None]
     if trained:
         axes.plot(*zip(*trained, strict=True), ".-", color="0.6", label="training")
-    scored = [v for v in validations if "error" not in v]
+    scored = comparable_validations(validations)
+    others: dict[str, list[tuple[int, float]]] = {}
+    for each in validations:
+        if "error" not in each and each not in scored:
+            others.setdefault(each["scored_by"], []).append((each["epoch"], each["avg_reward"]))
+    for number, curve in enumerate(others.values()):
+        label = "_" * (number > 0) + "held out, other rows or evaluator"  # matplotlib lists none that begin with _
+        axes.plot(*zip(*curve, strict=True), "o:", color="C0", fillstyle="none", label=label)
     if scored:
         means = [v["avg_reward"] for v in scored]
         errors = [[abs(m - v["ci95"][side]) for m, v in zip(means, scored, strict=True)] for side in (0, 1)]
@@ -250,5 +268,4 @@ def draw_rewards(path: Path, rewards: Records, validations: Records) -> None:
     axes.grid(alpha=0.3)
     if trained or scored:
         axes.legend(loc="lower right")
-    with writing(path), new_file(path, overwrite=True) as draft:
-        FigureCanvasAgg(figure).print_figure(str(draft), format="png", dpi=110)
+    return figure

@@ -153,9 +153,17 @@ def read_details(run: Path) -> RunDetails:
         settings=attempt(lambda: dict(leaves(files.settings(required=True).get("given", {}))), {}),
         events=files.readable(EVENTS, problems),
         epochs=files.readable(METRICS, problems),
-        validations=attempt(files.validations, []),
+        validations=attempt(lambda: [*_noted(files.validations())], []),
         best=attempt(lambda: files.object(BEST), None),
     )
+
+
+def _noted(validations: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Those that are not comparable with the latest have a `note`, which says so."""
+    comparable = comparable_validations(validations)
+    for each in validations:
+        is_other = "error" not in each and each not in comparable
+        yield {**each, "note": "not comparable: other rows or evaluator than the latest"} if is_other else each
 
 
 def _where_it_continues(files: RunReader) -> str:

@@ -279,7 +279,7 @@ async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
             what = f"{held_out.source}: the evaluator that gives the reward,"
             sign = "-" * (reward.sign < 0)
             raise ConfigError(not_found(what, reward.name, [sign + name for name in names]))
-    async with Builder(config) as components:
+    async with Builder(config, request=request) as components:
         executor = await executor_of(components, request)
         await executor.check(components)
         if rows and isinstance(executor, LocalExecutor):

@@ -39,6 +39,11 @@ def test_a_backend_serves_the_weights_of_a_run(tmp_path: Path) -> None:
     started = {"model": str(tmp_path / "better-base")}
     (better / "backend/started_from.json").write_text(json.dumps(started))
     assert model_of_run(str(better / "best"), "--model") == started["model"]
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("run.json", "best.json"):
+        shutil.copy(better / name, tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"key: .*elsewhere are those that its backend at a url had .*; name that"):
+        model_of_run(str(tmp_path / "elsewhere"), "key")
     with processes.serving("backend", "--model", "better/latest", "--port", 0, "--threads", 1, folder=tmp_path) as (
         _,
         address,

@@ -19,6 +19,7 @@ from insitu.formats.parser import MessageFormats, ReasoningFormatName, ToolForma
 from insitu.formats.registry import NONE, no_tool_template, renders_tools
 from insitu.formats.templates import chosen_template, dropped_reasoning, template_error
 from insitu.runs.checkpoints import NAMES, find_checkpoint
+from insitu.runs.reader import RunReader
 from insitu.schemas.backend_processes import LearnerOptions, MemorySize, SamplerOptions
 from insitu.schemas.components import MayChange
 from insitu.schemas.finetuning import TrainerAdapterConfig
@@ -237,18 +238,24 @@ def _option(value: Any) -> str:
 
 
 def resolve_model(model: str, builder: Builder) -> str:
-    """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""
-    key = "the trainer adapter's model"
+    """The path of a local folder, or `model` unchanged if it could be a Hub repo id.
+
+    Of a run that continues, the model that it started from, if the name is that of weights that it does not have yet.
+    """
+    key, run = "the trainer adapter's model", RunReader(builder.config.run_dir)
+    continues = builder.request is not None and builder.request.resume and run.own_backend
     try:
         folder = find_checkpoint(builder.config, model, key, builder.moved).folder
     except ConfigError as error:
+        if continues:
+            return run.started_from()
         if model in NAMES or model.startswith((".", "/", "~")) or split_revision(model)[0].count("/") > 1:
             raise
         logger.info("%s; assuming a Hugging Face repo id", error)
         return model
-    if folder is None:
+    if folder is None and not continues:
         raise ConfigError(f"{key}: the best weights of {model} are those it started from; name that model")
-    return str(folder)
+    return str(folder or run.started_from())
 
 
 def check_hub(model: str) -> None:

@@ -193,9 +193,9 @@ function hasRewards(runs) {
   return runs.some((run) => run.epochs.some((/** @type {any} */ line) => isNumber(line.avg_reward)));
 }
 
-/** @param {Details} run @returns {Series} */
+/** The held-out scores that are comparable with the latest. @param {Details} run @returns {Series} */
 function scores(run) {
-  const scored = run.validations.filter((/** @type {any} */ each) => isNumber(each.avg_reward));
+  const scored = run.validations.filter((/** @type {any} */ each) => isNumber(each.avg_reward) && !each.note);
   return {
     label: "held-out score",
     colour: "--blue",
@@ -216,8 +216,22 @@ function reward(run) {
   };
 }
 
+/** A curve for each set of rows and evaluator before the latest. @param {Details} run @returns {Series[]} */
+function otherScores(run) {
+  const others = run.validations.filter((/** @type {any} */ each) => each.note);
+  return [...new Set(others.map((/** @type {any} */ each) => each.scored_by))].map((by) => ({
+    label: "held-out score, other rows or evaluator",
+    colour: "--blue",
+    sparse: true,
+    dashed: true,
+    points: others
+      .filter((/** @type {any} */ each) => each.scored_by === by)
+      .map((/** @type {any} */ each) => [each.epoch, each.avg_reward]),
+  }));
+}
+
 /** @param {Details} run */
-const scoreAndReward = (run) => [reward(run), scores(run)];
+const scoreAndReward = (run) => [reward(run), ...otherScores(run), scores(run)];
 
 /** @param {Details[]} runs @returns {Series[]} */
 const heldOut = (runs) =>

@@ -106,7 +106,9 @@ function validationTable(validations) {
         : [
             count(each.epoch),
             count(each.policy_version),
-            number(each.avg_reward),
+            each.note
+              ? h("span", { title: each.note }, `${number(each.avg_reward)} (not comparable)`)
+              : number(each.avg_reward),
             each.ci95 ? `${number(each.ci95[0])} to ${number(each.ci95[1])}` : ABSENT,
             count(each.num_examples),
             duration(each.seconds),
