@@ -285,6 +285,15 @@ def test_step_returns() -> None:
     assert step_returns([], 0.5) == []
 
 
+@pytest.mark.parametrize("unit", ["step", "function"])
+def test_returns_of_the_largest_rewards_are_numbers(unit: str) -> None:
+    """Each reward is allowed; their sums are larger than a reward may be."""
+    group = [episode(0.0, ("work", 1e30), ("work", 1e30)), episode(0.0, ("work", -1e30), ("work", -1e30))]
+    small = [episode(0.0, ("work", 1.0), ("work", 1.0)), episode(0.0, ("work", -1.0), ("work", -1.0))]
+    expected = call_advantages(small, AdvantageConfig(), Credit(unit))
+    assert call_advantages(group, AdvantageConfig(), Credit(unit)) == [pytest.approx(of, abs=1e-5) for of in expected]
+
+
 def test_a_discount_without_steps_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"discount is 0\.9, which needs credit: step or function, not episode"):
         InsituTrainerConfig(discount=0.9)

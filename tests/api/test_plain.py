@@ -293,13 +293,18 @@ async def scored(
 async def test_the_question_and_the_answer_need_not_come_first(tmp_path: Path) -> None:
     (tmp_path / "last.py").write_text(
         "async def answer(model, row, word: str):\n    return f'{word} of {row}'\n"
-        "def score(expected, question, answer):\n    return float(answer == f'{question} {expected}')\n"
+        "def score(expected, question, /, answer):\n    return float(answer == f'{question} {expected}')\n"
+        "def build(model, /):\n    return lambda word: f'{word} of {model.model}'\n"
     )
     llms = {"m": {"_type": "openai", "model_name": "m", "base_url": "http://127.0.0.1:1/v1"}}
     workflow = {"_type": "python", "function": "last.py:answer", "model": "m"}
+    functions = {"built": {"_type": "python", "function": "last.py:build", "model": "m"}}
     evaluators = {"s": {"_type": "python", "function": "last.py:score"}}
-    assert (await scored(tmp_path, evaluators, "q e", "e", llms=llms, workflow=workflow)).score == 1.0
+    assert (
+        await scored(tmp_path, evaluators, "q e", "e", llms=llms, workflow=workflow, functions=functions)
+    ).score == 1.0
     async with Builder(load_config(tmp_path / "c.yml")) as builder:
+        assert await (await builder.get_function("built")).ainvoke("w") == "w of m"
         assert await (await builder.get_workflow()).ainvoke("w") == "w of None"
 
 
@@ -309,12 +314,15 @@ async def test_a_tool_has_the_parameter_of_its_function(tmp_path: Path) -> None:
         "async def here(seed, city: str = 'Rome'):\n    return f'sun in {city}'\n"
         "def anywhere(seed):\n    return 'wind'\n"
         "def near(_city: str, copy=1):\n    return f'hail in {_city}'\n"
+        "def by_place(seed, unit, row=0, city: str = 'Rome', /, copy=1):\n    return f'{unit} {row} in {city}'\n"
+        "def over(seed, city, /):\n    return f'fog in {city}'\n"
     )
-    names = ("at", "here", "anywhere", "near")
+    names = ("at", "here", "anywhere", "near", "by_place", "over")
     functions = {name: {"_type": "python", "function": f"weather.py:{name}"} for name in names}
+    functions["by_place"]["arguments"] = {"unit": "20 C"}
     (tmp_path / "c.yml").write_text(yaml.safe_dump({"functions": functions}))
     async with Builder(load_config(tmp_path / "c.yml")) as builder:
-        at, here, anywhere, near = await builder.get_functions(names)
+        at, here, anywhere, near, by_place, over = await builder.get_functions(names)
         assert at.input_schema.model_json_schema()["required"] == ["city"]
         assert here.input_schema.model_json_schema()["properties"]["city"]["default"] == "Rome"
         assert anywhere.input_schema.model_fields == {}
@@ -324,6 +332,11 @@ async def test_a_tool_has_the_parameter_of_its_function(tmp_path: Path) -> None:
             await at.ainvoke(Arguments())
         assert await anywhere.ainvoke(Arguments()) == "wind"
         assert await near.ainvoke(Arguments(value="Bern")) == "hail in Bern", "_city is no name of a schema's property"
+        assert await by_place.ainvoke("Kiel") == "20 C None in Kiel"
+        assert await by_place.ainvoke(Arguments()) == "20 C None in Rome"
+        assert await over.ainvoke("Bonn") == "fog in Bonn"
+        with pytest.raises(TypeError, match=r"over\(\) missing .* 'city'"):
+            await over.ainvoke(Arguments())
 
 
 EXACT, CONTAINS, REGEX = {"_type": "exact_match"}, {"_type": "contains"}, {"_type": "regex", "pattern": r"#+ *(\d+)"}

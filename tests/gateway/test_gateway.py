@@ -21,11 +21,12 @@ import psutil
 import pytest
 from aiohttp import web
 from factories import model_client
-from fake_openai import FakeOpenAI, encode, logprob
+from fake_openai import END, FakeOpenAI, encode, logprob
 from marks import slow_after, slow_but
 from processes import HANGS
 from waiting import hang, until
 
+from insitu.collect.conversations import conversations
 from insitu.errors import RequestRefused
 from insitu.formats.dialects import dialects
 from insitu.gateway.endpoint import MAX_RECORDED, MAX_REQUESTS, EpisodeEndpoint
@@ -235,6 +236,34 @@ async def test_responses_go_on_from_the_previous_one(server: FakeOpenAI) -> None
                     await client.responses.create(model="x", input="again", previous_response_id="resp_other")
     said = [(m["role"], m["content"]) for m in scope.calls[1].messages]
     assert said == [("user", "hi"), ("assistant", "echo: hi"), ("user", "again")]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_completion_without_text_stays_in_the_history(server: FakeOpenAI, streamed: bool) -> None:
+    """Of an agent that sends back what it got."""
+    async with gateway_to(model_client(server)) as gateway:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
+            async with claude(door) as client:
+                asked: dict[str, Any] = {"model": "claude", "max_tokens": 9}
+                if streamed:
+                    async with client.messages.stream(messages=ask("nothing"), **asked) as stream:
+                        answer = await stream.get_final_message()
+                else:
+                    answer = await client.messages.create(messages=ask("nothing"), **asked)
+                said = [*ask("nothing"), {"role": "assistant", "content": answer.content}, *ask("well?")]
+                await client.messages.create(messages=said, **asked)
+            async with plain(door) as other:
+                if streamed:
+                    async with other.responses.stream(model="gpt", input="nothing") as events:
+                        response = await events.get_final_response()
+                else:
+                    response = await other.responses.create(model="gpt", input="nothing")
+                assert response.output_text == ""
+                await other.responses.create(model="gpt", input=[*ask("nothing"), *response.output, *ask("well?")])
+    history = [*ask("nothing"), {"role": "assistant", "content": ""}, *ask("well?")]
+    assert [call.messages for call in scope.calls] == [ask("nothing"), history] * 2
+    assert [call.token_ids for call in scope.calls[::2]] == [encode(END)] * 2
+    assert [len(turns) for turns in conversations(scope.calls[:2])] == [4]
 
 
 async def test_a_small_request_that_goes_on_from_a_long_one_counts_as_long(

@@ -7,7 +7,7 @@ what it answers. Token ids are those of characters; a text completion has its pr
     "status 400"     that status                          "tool"          a tool call
     "hang up"        closes the connection                "stall"         streams one piece, then nothing
     "gzip"           compressed                           "seeded"        "echo: " and the seed of the request
-    "linger"         streams an answer, but no [DONE]
+    "linger"         streams an answer, but no [DONE]     "nothing"       only the token that ends a completion
     anything else    "echo: " and that text, one token a character
 """
 
@@ -142,6 +142,8 @@ class FakeOpenAI:
         if text == "tool":
             message = {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}
             reason = "tool_calls"
+        if text == "nothing":
+            message["content"], answer = "", END
         choice = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
         self._add_tokens(body, choice, answer)
         return choice
@@ -198,6 +200,8 @@ class FakeOpenAI:
         return response
 
 
+END = "\x03"
+"""The token that ends a completion without text."""
 TOOL_CALL = {"id": "t1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}
 
 
@@ -221,6 +225,8 @@ def _deltas(text: str, index: int) -> list[tuple[dict[str, Any], str]]:
         first = {"index": 0, **TOOL_CALL, "function": {"name": "look", "arguments": '{"at"'}}
         second = {"index": 0, "function": {"arguments": ': "sky"}'}}
         return [({"tool_calls": [first]}, "ab"), ({"tool_calls": [second]}, "c")]
+    if text == "nothing":
+        return [({"content": ""}, END)]
     answer = f"echo: {text}" if index == 0 else f"echo {index}: {text}"
     return [({"content": part}, part) for part in (answer[:3], answer[3:6], answer[6:]) if part]
 

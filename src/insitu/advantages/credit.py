@@ -13,7 +13,10 @@ from insitu.errors import TrajectoryError
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.config import matching_llms
 from insitu.schemas.episodes import Episode, ModelCall
-from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, Trajectory
+from insitu.schemas.finetuning import Trajectory
+
+_MAX_RETURN = 1e38
+"""Largest magnitude of a return, a sum of rewards: the learner computes with 32 bits, which hold 3.4e38."""
 
 
 class TrainedCalls(NamedTuple):
@@ -106,8 +109,9 @@ def member_advantages(
     """
     for index, member in enumerate(returns):
         for value in member:
-            if not abs(value) <= MAX_REWARD:  # NaN too
-                raise TrajectoryError(f"reward {index} of the group is {value}; allowed: {ALLOWED_REWARDS}")
+            if not abs(value) <= _MAX_RETURN:  # NaN too
+                allowed = f"from {-_MAX_RETURN:g} to {_MAX_RETURN:g}"
+                raise TrajectoryError(f"reward {index} of the group is {value}; allowed: {allowed}")
     members = [index for index, member in enumerate(returns) if member]
     divisor = 0.0
     if len(members) > 1 and len({value for member in returns for value in member}) > 1:

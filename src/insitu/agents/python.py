@@ -206,8 +206,10 @@ def _no_model(where: str, what: str, llms: Collection[str]) -> str:
 def _asking(build: Callable[..., Any], arguments: dict[str, Any], framework: str | None) -> Any:
     """A workflow that asks an agent that `build` makes for each episode: most agents remember what they were asked."""
 
+    args, kwargs = input_binder(build, None)((), arguments)
+
     async def call(value: Any) -> Any:
-        return await ask(await called(build, **arguments), value, framework)
+        return await ask(await called(build, *args, **kwargs), value, framework)
 
     return call
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
+from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -322,14 +323,20 @@ def input_binder(
 ) -> Callable[[Sequence[Any], dict[str, Any]], tuple[Sequence[Any], dict[str, Any]]]:
     """Makes the arguments of a call, by position and by name, of the input, if one is given, and of others by name.
 
-    `first` is the parameter for the input; it may be positional only if no other is before it.
+    `first` is the parameter for the input.
     """
-    is_first = first == next(iter(inspect.signature(function).parameters), None)
+    signature = inspect.signature(function).parameters
+    is_first = first == next(iter(signature), None)
+    positional = {name: each.default for name, each in signature.items() if each.kind is each.POSITIONAL_ONLY}
 
     def bind(given: Sequence[Any], named: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        if first is None or not given:
-            return (), named
-        return (given, named) if is_first else ((), named | {first: given[0]})
+        if first is not None and given:
+            if is_first and not positional:
+                return given, named
+            named = named | {first: given[0]}
+        values = (named.get(name, default) for name, default in positional.items())
+        args = [*takewhile(lambda value: value is not inspect.Parameter.empty, values)]
+        return args, {name: value for name, value in named.items() if name not in positional}
 
     return bind
 

@@ -210,7 +210,8 @@ class RegionParser(Parser):
             if not self._bare:
                 return Piece(content + self._content.space + raw, reasoning, malformed=malformed)
             first, last = self._parsed(raw, bare=False)
-            content += self._content.add(first.content) + last.content
+            content += self._content.add(first.content)
+            content += last.content if last.calls else self._content.space + last.content
             return Piece(content, reasoning, last.calls, malformed=malformed and not last.calls)
         after = "" if self._is_whole else "".join(self._after).strip()
         return Piece(content + (after and f"\n{after}"), reasoning, tuple(calls))

@@ -50,6 +50,17 @@ async def test_every_api_gives_what_chat_completions_give(served: Served, claude
     assert len({tuple(sample["token_ids"]) for sample in served.samples()[-5:]}) == 1
 
 
+async def test_a_message_without_text_is_a_turn_of_the_prompt(claude: Any) -> None:
+    """It has no content block, as with Anthropic's API."""
+    asked: Any = {"model": "policy", "max_tokens": 4, "extra_body": {"temperature": 0}}
+    said = (await claude.messages.create(messages=HELLO, **asked)).content[0].text
+    empty = await claude.messages.create(messages=HELLO, stop_sequences=[said[0]], **asked)
+    assert empty.content == []
+    turns = [{"role": "assistant", "content": content} for content in (empty.content, "")]
+    sent, written = [await claude.messages.create(messages=[*HELLO, turn, *HELLO], **asked) for turn in turns]
+    assert sent.usage.input_tokens == written.usage.input_tokens
+
+
 async def test_refusals_have_the_form_of_their_api(claude: Any, gpt: Any) -> None:
     with pytest.raises(anthropic.NotFoundError, match="'other'") as unknown:
         await claude.messages.create(model="other", messages=HELLO, max_tokens=4)

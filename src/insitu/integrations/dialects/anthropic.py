@@ -101,7 +101,7 @@ def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> It
     reasoning = {"reasoning_content": text} if (text := "".join(thoughts)) else {}
     if calls:
         yield {"role": role, "content": "".join(texts) or None, **reasoning, "tool_calls": calls}
-    elif texts or reasoning:
+    elif texts or reasoning or role == "assistant":  # which may have said nothing
         yield {"role": role, "content": "".join(texts), **reasoning}
 
 

@@ -178,11 +178,14 @@ class ResponsesTranslation(Translation):
             delta = choice.get("delta") or {}
             if delta.get("reasoning_content"):
                 yield from self._add_reasoning(delta["reasoning_content"])
+            logprobs = (choice.get("logprobs") or {}).get("content") or []
             if delta.get("content"):
-                yield from self._add_text(delta["content"], (choice.get("logprobs") or {}).get("content") or [])
+                yield from self._add_text(delta["content"], logprobs)
             for part in delta.get("tool_calls") or ():
                 yield from self._call(part)
             self._finish = choice.get("finish_reason") or self._finish
+            if self._finish and not self._output:  # the model said nothing, which the agent is to send back
+                yield from self._add_text("", logprobs)
 
     def _open(self, prefix: str, kind: str, **fields: Any) -> Generator[bytes, None, dict[str, Any]]:
         """Adds an item to the output, incomplete so far, and returns it."""
