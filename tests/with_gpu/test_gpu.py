@@ -86,7 +86,7 @@ def test_replayed_steps_are_those_computed_one_by_one(folders, kind: str) -> Non
             runner.prefill([Span(prompt, start, tuple(blocks), block)])
             blocks.append(block)
         windows.ensure(4, blocks[-1].length)
-        windows.load(row, blocks.pop())
+        windows.load(row, [blocks.pop()])
         blocks_B.append(blocks)
     alone = Runner(runner.module)
     alone.graphs = None

@@ -269,7 +269,7 @@ def test_blocks_in_a_store_are_read_as_the_others(folders, places):
                 block = Block(layout, min(BLOCK, len(prompt) - start))
                 runner.prefill([Span(prompt, start, tuple(blocks), block)])
                 blocks.append(block)
-            windows.load(row, blocks.pop())
+            windows.load(row, [blocks.pop()])
             blocks_B.append(blocks)
         positions = np.array([len(prompt) for prompt in prompts])
         logits_BV = runner.decode(windows, blocks_B, np.array([3, 4, 5]), positions)

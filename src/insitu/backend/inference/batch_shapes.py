@@ -89,8 +89,7 @@ class BatchShapes:
         row_bytes = 4 * self.vocab_size + _WIDTH * self.layout.token_bytes
         most = max(_PROMPTS, self._least, min(self._sizes[-1], _CHECKED_BYTES // row_bytes))
         windows.ensure(most, _PART * _PROMPTS + 1)
-        for slot in range(most):
-            windows.load(slot, blocks[slot % _PROMPTS])
+        windows.load(0, [blocks[slot % _PROMPTS] for slot in range(most)])
         classes: list[tuple[Tensor, list[int]]] = []
         checked = [size for size in self._sizes if size <= most]
         for size in checked:
@@ -112,23 +111,21 @@ class BatchShapes:
             and all(_alike(outcome, _by_prompt(self._decode(runner, windows, size))) for size in between)
         )
         if self.attends_here:
-            self.packs_prompts = self.any_multiple = self.any_multiple and self._packs(runner, prompts)
+            self.packs_prompts = self.any_multiple = self.any_multiple and self._packs(runner, prompts[0], prompts[-1])
         logger.debug("batch sizes %s of %s agree; several prompts at once: %s", agreeing, checked, self.packs_prompts)
         if depends_on_place:
             logger.warning("a row's last bits depend on its place in the batch; samples may differ from run to run")
 
-    def _packs(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> bool:
-        """Whether prompts of one forward pass, some of which begin alike, have what each has alone.
-
-        That is their keys, values and logits.
-        """
+    def _packs(self, runner: Runner, *prompts: Sequence[int]) -> bool:
+        """Whether prompts have the keys, values and logits that each has alone: also those that begin as others do."""
         alone = [self._prefill(runner, [prompt]) for prompt in prompts]
         alike = [[*prompt[:-2], *_tokens(self.vocab_size, _PART * _PROMPTS)] for prompt in prompts[::-1]]
         packed, logits_NV = self._prefill(runner, [*alike, *prompts])
-        pairs = zip((block for (block,), _ in alone), packed[_PROMPTS:], strict=True)
+        pairs = zip((block for (block,), _ in alone), packed[len(alike) :], strict=True)
         both = (zip(tensors(one.layers), tensors(other.layers), strict=True) for one, other in pairs)
         alone_NV = torch.cat([logits for _, logits in alone])
-        return all(torch.equal(*each) for pair in both for each in pair) and torch.equal(logits_NV[_PROMPTS:], alone_NV)
+        same_logits = torch.equal(logits_NV[len(alike) :], alone_NV)
+        return same_logits and all(torch.equal(*each) for pair in both for each in pair)
 
     def _prefill(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> _Outcome:
         blocks = [Block(self.layout, len(prompt)) for prompt in prompts]
@@ -214,9 +211,7 @@ def _cache_error(runner: Runner, length: int) -> float:
     windows = Windows(layout)
     windows.ensure(2, BLOCK)
     if blocks[-1].length < BLOCK:
-        last = blocks.pop()
-        windows.load(0, last)
-        windows.load(1, last)
+        windows.load(0, [blocks.pop()] * 2)
     step_BV = runner.decode(windows, [blocks] * 2, np.array([prompt[-1]] * 2), np.array([length - 1] * 2))
     served = torch.cat([logits_NV, step_BV]).float()
     expected = expected_2V[[0, 1, 1]]

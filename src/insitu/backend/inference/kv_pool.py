@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import torch
@@ -225,10 +225,15 @@ class Windows:
             self.slots, self.width, self.layers = 0, 0, []
             self.moves += 1
 
-    def load(self, slot: int, block: Block) -> None:
-        """Copies a block to the beginning of a window."""
-        for tensor, part in zip(tensors(self.layers), tensors(block.layers), strict=True):
-            tensor[slot, :, : block.length] = part
+    def load(self, first: int, blocks: Sequence[Block]) -> None:
+        """Copies blocks to the beginning of the windows from slot `first` on, but full ones."""
+        if lengths := [block.length for block in blocks if block.length < BLOCK]:
+            self.ensure(first + len(blocks), max(lengths))
+        for block, repeated in groupby(blocks):
+            slots = slice(first, first := first + len(list(repeated)))
+            if block.length < BLOCK:
+                for tensor, part in zip(tensors(self.layers), tensors(block.layers), strict=True):
+                    tensor[slots, :, : block.length] = part
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` positions of a window."""

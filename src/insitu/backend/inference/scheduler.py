@@ -231,11 +231,8 @@ class Scheduler:
             block = self.pool.use(self._key(sequence, end))
             if block is None:
                 return
-            self._append_block(sequence, block)
-
-    def _append_block(self, sequence: SequenceState, block: Block) -> None:
-        sequence.blocks.append(block)
-        sequence.computed += block.length
+            sequence.blocks.append(block)
+            sequence.computed = end
 
     def _forward(self, batch: dict[Hashable, tuple[SequenceState, Span]]) -> None:
         """Computes the blocks in `batch`."""
@@ -244,13 +241,13 @@ class Scheduler:
             if span.end == len(sequence.prompt):
                 span.block.keep_logits(logits_V)
             sequence.paid -= span.block.size  # from now on by the block
-            self._append_block(sequence, self.pool.add(key, span.block))
+            sequence.blocks.append(self.pool.add(key, span.block))
+            sequence.computed = span.end
 
     def _start_decoding(self, ready: list[SequenceState], outputs: list[Delivery]) -> None:
         """Gives complete prompts a window, and samples their first tokens."""
         logits = []
-        if unfinished := [each.blocks[-1].length for each in ready if each.blocks[-1].length < BLOCK]:
-            self._windows.ensure(len(self.running) + len(ready), max(unfinished))
+        self._windows.load(len(self.running), [sequence.blocks[-1] for sequence in ready])
         for sequence in ready:
             params, last = sequence.params, len(sequence.prompt) - 1
             logits_V = sequence.blocks[-1].logits_V
@@ -261,7 +258,6 @@ class Scheduler:
             self.pool.give(sequence.paid - self._block_bytes)  # of blocks that others had computed
             sequence.paid = self._block_bytes
             if sequence.blocks[-1].length < BLOCK:
-                self._windows.load(sequence.slot, sequence.blocks[-1])
                 self.pool.drop([sequence.blocks.pop()])
             own = (params.temperature, params.top_p, params.seed, params.min_tokens, params.top_logprobs)
             self._slot_S[sequence.slot] = (0, last, 0, *own, params.top_k, params.min_p)
