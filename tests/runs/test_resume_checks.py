@@ -18,6 +18,7 @@ from insitu.runs.records import RunProgress, journal_record
 from insitu.runs.resume import ResumableRun, check_same_run
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus
+from insitu.training.native.config import resolve_model
 
 OLD, NEW = {"file": "held_out.jsonl", "sha256": "1"}, {"file": "moved.jsonl", "sha256": "2"}
 
@@ -210,6 +211,20 @@ async def test_what_was_recorded_with_token_ids_is_played_again_without(tmp_path
     continued.unlock()
     assert continued.finished(1) == RunReader(tmp_path / "run").journal(1) == []
     assert said == ["run r continues after epoch 0", *said[1:]]
+
+
+def test_a_start_that_failed_does_not_name_the_model_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before there was a run to continue."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config(digits_project(tmp_path) / "config.yml")
+    builder = Builder(config, request=FinetuneRunConfig(config_file=config, resume=True))
+    (config.run_dir / "backend").mkdir(parents=True)
+    (config.run_dir / "backend/started_from.json").write_text('{"model": "org/first"}')
+    assert resolve_model("org/second", builder) == "org/second"
+    with pytest.raises(ConfigError, match="second"):
+        resolve_model("./models/second", builder)
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -31,7 +31,7 @@ from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError, InsituError, not_found
 from insitu.runs.checkpoints import model_of_run
 from insitu.runs.files import holds_run
-from insitu.runs.reader import RunReader
+from insitu.runs.reader import Problems, RunReader
 from insitu.runs.resume import check_same_run, find_run
 from insitu.runs.store import OUTPUT_DIR, set_aside
 from insitu.schemas.evaluation import EvaluationRunConfig
@@ -270,13 +270,14 @@ def set_output(project: Project, key: str, path: str | os.PathLike[str] | None, 
 
 def start_request(checked: Callable[..., Config], output: Path, resume: bool) -> FinetuneRunConfig:
     """The run in `output`, whose files are written once nothing refuses it."""
-    earlier = _moved_for(output) if resume else None
+    earlier = Problems().attempt(lambda: _moved_for(output), None) if resume else None
     with TemporaryDirectory(prefix="insitu-") as draft:  # nothing is moved aside for settings that cannot be run
         config = checked(Path(draft), earlier=earlier)
         run_anywhere(lambda: _check(FinetuneRunConfig(config_file=config, resume=resume)))
         is_continued = resume and find_run(output, "--resume") is not None
         continued = _inputs(config, output, Path(draft)) if is_continued else None
-    earlier = set_aside(output) if continued is None else earlier
+    if continued is None:
+        earlier = set_aside(output) or earlier
     with nullcontext() if continued is None else FolderLock(output, OUTPUT_DIR):
         return FinetuneRunConfig(config_file=checked(output, continued, earlier), resume=resume)
 

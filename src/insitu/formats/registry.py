@@ -95,13 +95,11 @@ DEEPSEEK_V3 = ToolFormat(("<｜tool▁calls▁begin｜>",), tool_calls.deepseek_
 _MINIMAX_TAGS = (("<minimax:tool_call>", "</minimax:tool_call>"),)
 _minimax_calls = partial(tool_calls.tagged_calls, tool_calls.MINIMAX)
 MINIMAX_M2 = ToolFormat(("<minimax:tool_call>",), _minimax_calls, _MINIMAX_TAGS, syntaxes=syntaxes.MINIMAX_M2)
-_SPACES = ("", " ", "  ", "\n", "\n\n", "\t")
-_INDENTED = (*_SPACES, "\n  ", "\n    ", "\n\t", "\r\n")
 QWEN3_CODER = ToolFormat(
     ("<tool_call> <function= <parameter=",),
     partial(tool_calls.tagged_calls, tool_calls.QWEN),
     _TAGS,
-    bare=tuple((f"<function=NAME>{space}<", "</tool_call>") for space in _INDENTED),  # else it is a mention
+    bare=(("<function=NAME>", "</tool_call>"),),
     syntaxes=syntaxes.QWEN3_CODER,
 )
 GLM45 = ToolFormat(("<arg_key>",), tool_calls.glm_calls, _TAGS, needs_end=True, syntaxes=syntaxes.GLM45)
@@ -112,7 +110,7 @@ MISTRAL = ToolFormat(
     new_id=tool_calls.short_id,
     syntaxes=syntaxes.MISTRAL,
 )
-_OPENING = [f"{space}{bracket}" for space in _SPACES for bracket in "[{"]
+_OPENING = [f"{space}{bracket}" for space in ("", " ", "  ", "\n", "\n\n", "\t") for bracket in "[{"]
 PHI4_MINI_JSON = ToolFormat(
     ("functools[", "<|tool_call|>", "<|tool|> <|/tool|>"),
     tool_calls.phi_calls,

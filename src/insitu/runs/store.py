@@ -253,9 +253,10 @@ def reward_figure(rewards: Records, validations: Records) -> "Figure":
     if trained:
         axes.plot(*zip(*trained, strict=True), ".-", color="0.6", label="training")
     scored = comparable_validations(validations)
+    shown = set(map(id, scored))
     others: dict[str, list[tuple[int, float]]] = {}
     for each in validations:
-        if "error" not in each and each not in scored:
+        if "error" not in each and id(each) not in shown:
             others.setdefault(each["scored_by"], []).append((each["epoch"], each["avg_reward"]))
     for number, curve in enumerate(others.values()):
         label = "_" * (number > 0) + "held out, other rows or evaluator"  # matplotlib lists none that begin with _

@@ -160,9 +160,9 @@ def read_details(run: Path) -> RunDetails:
 
 def _noted(validations: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Those that are not comparable with the latest have a `note`, which says so."""
-    comparable = comparable_validations(validations)
+    comparable = {id(each) for each in comparable_validations(validations)}
     for each in validations:
-        is_other = "error" not in each and each not in comparable
+        is_other = "error" not in each and id(each) not in comparable
         yield {**each, "note": "not comparable: other rows or evaluator than the latest"} if is_other else each
 
 

@@ -59,6 +59,9 @@ async def test_a_message_without_text_is_a_turn_of_the_prompt(claude: Any) -> No
     turns = [{"role": "assistant", "content": content} for content in (empty.content, "")]
     sent, written = [await claude.messages.create(messages=[*HELLO, turn, *HELLO], **asked) for turn in turns]
     assert sent.usage.input_tokens == written.usage.input_tokens
+    begun = [*HELLO, {"role": "assistant", "content": []}]
+    begun = await claude.messages.create(messages=begun, **asked)
+    assert begun.usage.input_tokens == empty.usage.input_tokens, "it begins the answer"
 
 
 async def test_refusals_have_the_form_of_their_api(claude: Any, gpt: Any) -> None:

@@ -137,7 +137,6 @@ _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
         ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nBern", None, 0, True),
         ("qwen3_coder", f"I look.\n{_BARE}\n</tool_call>", "I look.", 1, False),
         ("qwen3_coder", f"{_BARE}\n{_BARE}", "", 2, False),
-        ("qwen3_coder", f"{_MENTION}\n{_BARE.replace('<parameter', '    <parameter')}", _MENTION, 1, False),
         ("qwen3_coder", "<function=weather></function>", "", 1, False),
         ("qwen3_coder", _BARE[:-5], None, 0, True),
         ("qwen3_coder", f"{_MENTION}\n<tool_call>{_BARE}</tool_call>", _MENTION, 1, False),
@@ -165,13 +164,7 @@ def test_what_is_no_complete_call_stays_in_the_text(name, text, content, calls, 
     assert (len(piece.calls), piece.malformed, piece.reasoning) == (calls, malformed, "")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("qwen3_coder", "Use <function=go> and <parameter=city> tags."),
-        ("qwen3_coder", "Use <function=weather>, or `<function=weather>` <b>here</b>."),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [("qwen3_coder", "Use <function=go> and <parameter=city> tags.")])
 def test_an_answer_about_calls_is_streamed(name, text):
     parser = message_parser(MessageFormats.of(ALL_FAMILIES[name].source), "", TOOLS)
     assert "".join(parser.feed(character).content for character in text) == text

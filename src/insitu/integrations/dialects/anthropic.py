@@ -40,8 +40,11 @@ def _chat_request(request: dict[str, Any], memory: dict[str, str]) -> dict[str, 
     messages: list[dict[str, Any]] = []
     if system := join_text(request.get("system"), ("text",), "system"):
         messages.append({"role": "system", "content": system})
-    for index, message in enumerate(request.get("messages") or ()):
+    given = request.get("messages") or []
+    for index, message in enumerate(given):
         messages.extend(_messages(message, f"messages.{index}", memory))
+    if given and given[-1] == {"role": "assistant", "content": []}:  # begins the answer, with nothing
+        messages.pop()
     chat["messages"] = messages
     if stops := request.get("stop_sequences"):
         chat["stop"] = stops

@@ -243,7 +243,8 @@ def resolve_model(model: str, builder: Builder) -> str:
     Of a run that continues, the model that it started from, if the name is that of weights that it does not have yet.
     """
     key, run = "the trainer adapter's model", RunReader(builder.config.run_dir)
-    continues = builder.request is not None and builder.request.resume and run.own_backend
+    resumed = builder.request is not None and builder.request.resume
+    continues = resumed and run.own_backend and run.progress() is not None
     try:
         folder = find_checkpoint(builder.config, model, key, builder.moved).folder
     except ConfigError as error:

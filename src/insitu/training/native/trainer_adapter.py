@@ -89,9 +89,9 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             arguments = self.config.backend_arguments(self._full_config, **more)
             restarts, secrets = self.config.max_restarts, self.config.backend_secrets
             self._process = BackendProcess(arguments, folder / "backend.log", restarts, secrets)
-            starting = self._process.start(self.config.startup_timeout)
-            self._base_url, _ = await asyncio.gather(starting, import_client())
-            self._token = self._process.token
+            imported = asyncio.create_task(import_client())
+            self._base_url, self._token = await self._process.start(self.config.startup_timeout), self._process.token
+            await imported
         if self._connection is None:
             headers = {"Authorization": f"Bearer {self._token}"}
             report = self._process.final_report if self._process is not None else lambda: None
