@@ -106,7 +106,8 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    gc.freeze()  # Python would search all that is left for cycles, for a quarter of a second
+    gc.collect()
+    gc.freeze()  # Python would search all that is left for cycles again and again
     sys.exit(code)
 
 

@@ -37,6 +37,8 @@ _WIDTH = 64
 """Positions of the windows in the check."""
 _PROMPTS, _PART = 4, 5
 """Prompts that are checked, and by how many tokens each is longer than the one before."""
+_ENDS = 20, 70
+"""Tokens of other ends of two of them, after which attention is computed for more tokens."""
 
 _Outcome = tuple[list[Block], Tensor]
 """The blocks of some prompts, and the logits after each."""
@@ -49,8 +51,8 @@ class BatchShapes:
     of the same length, if `pads_prompts`.
     """
 
-    def __init__(self, module: nn.Module, max_rows: int, attends_here: bool) -> None:
-        self.max_rows = max_rows
+    def __init__(self, module: nn.Module, max_rows: int, attends_here: bool, max_length: int) -> None:
+        self.max_rows, self._max_length = max_rows, max_length
         self.attends_here = attends_here
         self.layout: Layout = Runner(module).layout(attends_here=attends_here)
         self.vocab_size = int(text_config(module).vocab_size)
@@ -119,12 +121,13 @@ class BatchShapes:
     def _packs(self, runner: Runner, *prompts: Sequence[int]) -> bool:
         """Whether prompts have the keys, values and logits that each has alone: also those that begin as others do."""
         alone = [self._prefill(runner, [prompt]) for prompt in prompts]
-        alike = [[*prompt[:-2], *_tokens(self.vocab_size, _PART * _PROMPTS)] for prompt in prompts[::-1]]
-        packed, logits_NV = self._prefill(runner, [*alike, *prompts])
-        pairs = zip((block for (block,), _ in alone), packed[len(alike) :], strict=True)
+        ends = (_tokens(self.vocab_size, count) for count in _ENDS)
+        alike = [[*prompt[:-2], *end][: self._max_length] for prompt, end in zip(prompts, ends, strict=True)]
+        packed, logits_NV = self._prefill(runner, [*prompts, *alike])  # what both begin with is that of the last
+        pairs = zip((block for (block,), _ in alone), packed[: len(prompts)], strict=True)
         both = (zip(tensors(one.layers), tensors(other.layers), strict=True) for one, other in pairs)
         alone_NV = torch.cat([logits for _, logits in alone])
-        same_logits = torch.equal(logits_NV[len(alike) :], alone_NV)
+        same_logits = torch.equal(logits_NV[: len(prompts)], alone_NV)
         return same_logits and all(torch.equal(*each) for pair in both for each in pair)
 
     def _prefill(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> _Outcome:

@@ -21,9 +21,9 @@ from torch import Tensor
 from insitu.backend.attention import CachedAttention, causal, merged, visible
 from insitu.backend.inference.kv_pool import BLOCK, Block, Windows
 
-_TOKENS = 32
+_TOKENS = 64
 """Attention within a span is computed for a multiple of so many tokens: its sums are in the same order then, however
-many tokens follow."""
+many tokens follow. In bfloat16, matrix units are used from so many on."""
 
 
 class Span(NamedTuple):

@@ -86,7 +86,7 @@ class Engine(Sampler):
         attends_here = check_supported(module, options.max_length)
         most = cores if count >= LARGE_MODEL else 1 if is_small else MAX_THREADS
         torch.set_num_threads(options.threads or min(cores, most))
-        self._shapes = BatchShapes(module, options.max_batch, attends_here)
+        self._shapes = BatchShapes(module, options.max_batch, attends_here, self.max_length)
         self._open_pool(count)
         self._publish(WeightVersion(0), module)
         if self._loaded.device.type == "cuda":

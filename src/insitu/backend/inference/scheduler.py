@@ -74,8 +74,10 @@ class SequenceState(Completion):
 
 _SAMPLED_LOGITS = 2**20
 """Logits that tokens are sampled from together."""
+_ATTENDING = 4
+"""Tokens of spans in a batch of prompts, as a multiple of those that differ."""
 _MOST_HELD_BACK = 4
-"""Steps in a row that compute prompts alone while sequences run."""
+"""Batches of prompts for which running sequences wait."""
 
 Delivery = tuple[SequenceState, OutputDelta | BaseException]
 
@@ -109,7 +111,8 @@ class Scheduler:
         self.prefilling: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self._windows = Windows(layout)
-        self._held_back = 0
+        self._batches = 0
+        """Those of prompts since the latest token of the running sequences."""
         self._slot_S = np.zeros(self.shapes.rows(self.shapes.max_rows), SLOT)
 
     def reset(self) -> None:
@@ -168,16 +171,18 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def step(self, outputs: list[Delivery]) -> None:
-        """Computes one batch of prompts and one token per running sequence; appends their deltas to `outputs`.
+        """Computes one batch of prompts, or one token per running sequence; appends their deltas to `outputs`.
 
-        A token for few sequences takes nearly as long as one for many, so they wait a little for more that begin.
+        These take turns. A token for few sequences takes nearly as long as one for many, so that they wait while more
+        begin, for a few batches.
         """
-        if self.prefilling:
+        waits = len(self.running) < len(self.prefilling) and self._batches <= _MOST_HELD_BACK
+        if self.prefilling and (waits or not self.running or not self._batches):
             self._prefill(outputs)
-        holds_back = 0 < len(self.running) < len(self.prefilling) and self._held_back < _MOST_HELD_BACK
-        self._held_back = self._held_back + 1 if holds_back else 0
-        if self.running and not holds_back:
+            self._batches = self._batches + 1 if self.running else 0
+        elif self.running:
             self._decode(outputs)
+            self._batches = 0
         if self.idle:
             self._runner.rest(self._windows)
 
@@ -214,9 +219,9 @@ class Scheduler:
         """Whether one more span can be computed together with those of a batch, then of `rows` different tokens."""
         if not batch:
             return True
-        if self.shapes.packs_prompts:
-            return rows <= self.options.prefill_tokens
         lengths = [end - start, *(span.block.length for span in batch)]
+        if self.shapes.packs_prompts:  # attention is computed for each span
+            return rows <= self.options.prefill_tokens and sum(lengths) <= _ATTENDING * self.options.prefill_tokens
         same_start = start == batch[0].start
         return self.shapes.pads_prompts and same_start and len(lengths) * max(lengths) <= self.options.prefill_tokens
 
