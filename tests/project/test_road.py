@@ -12,8 +12,8 @@ from processes import forked_python
 ROOT = Path(__file__).resolve().parents[2]
 # What an engineer can read in an hour or two, and what an episode may cost.
 MAX_FILES = {"control plane": 34, "backend": 43}
-MAX_CALLS = {"control plane": 555}
-"""Per episode of tic-tac-toe, 545 to 550 when this was set, with the time that it takes."""
+MAX_CALLS = {"control plane": 560}
+"""Per episode of tic-tac-toe, 545 to 553 when this was set, more if it takes longer."""
 
 
 @pytest.fixture(scope="module")
