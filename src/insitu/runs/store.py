@@ -242,7 +242,7 @@ def draw_rewards(path: Path, rewards: Records, validations: Records) -> None:
 
 
 def reward_figure(rewards: Records, validations: Records) -> "Figure":
-    """Held-out scores that are not comparable with the latest have curves of their own, without intervals."""
+    """Rewards and held-out scores by epoch; scores on other rows or by another evaluator than the latest are apart."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

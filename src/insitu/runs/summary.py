@@ -159,7 +159,7 @@ def read_details(run: Path) -> RunDetails:
 
 
 def _noted(validations: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Those that are not comparable with the latest have a `note`, which says so."""
+    """Adds a `note` to validations on other rows, or by another evaluator, than the latest."""
     comparable = {id(each) for each in comparable_validations(validations)}
     for each in validations:
         is_other = "error" not in each and id(each) not in comparable

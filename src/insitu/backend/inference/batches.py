@@ -2,9 +2,8 @@
 
 On a CPU attention is computed here, where no result depends on what else is in the batch: each row attends to its own
 tokens, and a block that several rows share is read once for all of them. What prompts have in common at their beginning
-is computed once, also within a block. Decoding steps attend in float32. On other
-devices, in float16, and for models with sliding windows or modified scores, the model's own attention reads padded keys
-and values.
+is computed once, also within a block. Decoding steps attend in float32. On other devices, in float16, and for models
+with sliding windows or modified scores, the model's own attention reads padded keys and values.
 
 Shapes: B rows of a decoding step, H heads of queries, G heads of keys, R = H / G, T positions, D head size, W positions
 of a window.
@@ -23,7 +22,7 @@ from insitu.backend.inference.kv_pool import BLOCK, Block, Windows
 
 _TOKENS = 64
 """Attention within a span is computed for a multiple of so many tokens: its sums are in the same order then, however
-many tokens follow. In bfloat16, matrix units are used from so many on."""
+many tokens follow. PyTorch may use matrix units for bfloat16 from so many on."""
 
 
 class Span(NamedTuple):
