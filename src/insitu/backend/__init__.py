@@ -38,17 +38,17 @@ def configure_math_libraries(environment: MutableMapping[str, str] = os.environ)
     """Sets what MKL and libgomp read when torch is loaded, unless it is set.
 
     MKL's strict mode makes a row of a matrix product independent of the number of rows, of threads, and of addresses
-    (oneMKL Developer Guide, "Obtaining Numerically Reproducible Results"), on processors with AVX2 alone if there are
-    four rows and products of few columns have as many rows as columns, which `BatchShapes` sees to. It was not measured
-    on other makers' processors with AVX-512, which are left as they are.
+    (oneMKL Developer Guide, "Obtaining Numerically Reproducible Results"), on processors with AVX2 alone and on other
+    makers' with AVX-512 if there are four rows and products of few columns have as many rows as columns, which
+    `BatchShapes` sees to.
     libgomp's threads wait actively for a tenth of its default: longer than between two operations, and at less cost
     until `active_waiting` has seen that other programs use the cores.
     """
     environment.setdefault("GOMP_SPINCOUNT", "30000")
     processor = processor_words()
-    if "GenuineIntel" in processor:
+    if "GenuineIntel" in processor or "avx512f" in processor:
         environment.setdefault("MKL_CBWR", "AUTO,STRICT")
-    elif "avx2" in processor and "avx512f" not in processor:
+    elif "avx2" in processor:
         environment.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 

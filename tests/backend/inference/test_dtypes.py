@@ -20,7 +20,9 @@ LARGE = 135_000_000
 @pytest.mark.parametrize(
     ("flags", "frozen", "expected"),
     [
-        ({"avx2", "avx512f", "avx512_bf16"}, LARGE, "float32"),
+        ({"GenuineIntel", "avx512f", "avx512_bf16"}, LARGE, "float32"),
+        ({"AuthenticAMD", "avx512f", "avx512_bf16"}, LARGE, "bfloat16"),
+        ({"AuthenticAMD", "avx512f"}, LARGE, "float32"),
         ({"avx512f", "amx_bf16"}, LARGE, "bfloat16"),
         ({"avx512_bf16", "amx_bf16"}, 100_000_000, "float32"),
         ({"amx_bf16"}, 0, "float32"),  # all weights are trained

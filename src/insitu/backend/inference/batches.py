@@ -10,6 +10,7 @@ of a window.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -20,9 +21,11 @@ from torch import Tensor
 from insitu.backend.attention import CachedAttention, causal, merged, visible
 from insitu.backend.inference.kv_pool import BLOCK, Block, Windows
 
-_TOKENS = 64
-"""Attention within a span is computed for a multiple of so many tokens: its sums are in the same order then, however
-many tokens follow. PyTorch may use matrix units for bfloat16 from so many on."""
+_COLUMNS, _TOKENS = 32, 64
+"""Windows are read up to a multiple of so many positions, and attention within a span is computed for a multiple of so
+many tokens: those that `_widths` and `_lengths` find. PyTorch may use matrix units for bfloat16 from 64 on."""
+_SUMS = {torch.float32: 8, torch.bfloat16: 64}
+"""Heads of which some show that their sums are in another order, which rounding to 16 bits mostly hides."""
 
 
 class Span(NamedTuple):
@@ -54,8 +57,8 @@ class DecodeBatch:
     def __init__(self, windows: Windows, blocks_B: Sequence[Sequence[Block]], position_B: np.ndarray) -> None:
         self.windows, self._blocks, device = windows, blocks_B, windows.layout.device
         offset_B = position_B - BLOCK * np.array([len(blocks) for blocks in blocks_B])
-        needed = -(-int(offset_B.max() + 1) // 32) * 32
-        self.width = min(needed, windows.width) if device.type == "cpu" else windows.width  # few shapes for graphs
+        needed = _enough(_widths(), int(offset_B.max()) + 1) if device.type == "cpu" else BLOCK  # few shapes for graphs
+        self.width = min(needed, windows.width)
         self._offset_B = torch.from_numpy(offset_B).to(device)
         self._slot_B = torch.arange(len(blocks_B), device=device)
         deep = [row for row, blocks in enumerate(blocks_B) if blocks]
@@ -228,11 +231,14 @@ class PrefillBatch:
 
     def __init__(self, spans: Sequence[Span], rows: Sequence[Sequence[int]] = ()) -> None:
         self.spans = spans
-        self._rows = [torch.tensor([*own, *[own[-1]] * (-len(own) % _TOKENS)]) for own in rows]
+        self._rows_of, self._indices = rows, list[Tensor]()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if not self._indices:
+            lengths = _lengths(value.dtype)
+            self._indices = [torch.tensor(_padded(own, _enough(lengths, len(own)))) for own in self._rows_of]
         result = value.new_zeros(*query.shape[:3], value.shape[-1])
-        for span, rows in zip(self.spans, self._rows, strict=True):
+        for span, rows in zip(self.spans, self._indices, strict=True):
             length = span.block.length
             queries, keys, values = (each.index_select(2, rows) for each in (query, key, value))
             self._store(span, layer, keys[:, :, :length], values[:, :, :length])
@@ -260,6 +266,47 @@ class PrefillBatch:
     def _store(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> None:
         for stored, new in zip(span.block.layers[layer], (keys, values), strict=True):
             stored.copy_(new[0])
+
+
+def _padded(rows: Sequence[int], length: int) -> list[int]:
+    return [*rows, *[rows[-1]] * (length - len(rows))]
+
+
+def _enough(numbers: Sequence[int], needed: int) -> int:
+    """The first of ascending numbers that suffices, else the last."""
+    return next((number for number in numbers if number >= needed), numbers[-1])
+
+
+@functools.cache
+def _widths() -> Sequence[int]:
+    """The widths of a window whose sums are in the order of those over a whole block, so that no other row counts.
+
+    Kernels add many terms in parts, whose size can depend on their number: MKL's on AMD's processors all of up to 192
+    at once, but 128 and 128 of 256.
+    """
+    random = torch.Generator().manual_seed(0)
+
+    def agrees(width: int, rows: int, size: int) -> bool:
+        weights, values = (torch.randn(8, *shape, generator=random) for shape in ((rows, BLOCK), (BLOCK, size)))
+        weights[..., width:] = 0
+        return torch.equal(_product(weights[..., :width], values[:, :width]), _product(weights, values))
+
+    shapes = list(itertools.product((3, 4, 7, 16), (64, 128)))
+    widths = range(_COLUMNS, BLOCK + 1, _COLUMNS)
+    return [width for width in widths if all(agrees(width, *shape) for shape in shapes)]
+
+
+@functools.cache
+def _lengths(dtype: torch.dtype) -> Sequence[int]:
+    """The lengths of a span whose attention has the bits that its tokens have in a whole block."""
+    shape, random = (3, 1, _SUMS.get(dtype, 1), BLOCK, 64), torch.Generator().manual_seed(0)
+    parts = torch.randn(shape, generator=random).to(dtype)
+    expected, _ = causal(*parts, scale=1 / 8)
+
+    def agrees(length: int) -> bool:
+        return torch.equal(causal(*parts[..., :length, :], scale=1 / 8)[0], expected[..., :length, :])
+
+    return [length for length in range(_TOKENS, BLOCK + 1, _TOKENS) if agrees(length)]
 
 
 def _runs(rows: Sequence[Sequence[Block]], level: int) -> list[tuple[int, int]]:
