@@ -299,13 +299,17 @@ def _widths() -> Sequence[int]:
 @functools.cache
 def _lengths(dtype: torch.dtype) -> Sequence[int]:
     """The lengths of a span whose attention has the bits that its tokens have in a whole block."""
-    shape, random = (3, 1, _SUMS.get(dtype, 1), BLOCK, 64), torch.Generator().manual_seed(0)
-    parts = torch.randn(shape, generator=random).to(dtype)
-    expected, _ = causal(*parts, scale=1 / 8)
+    random = torch.Generator().manual_seed(0)
+    parts = torch.randn(3, 1, _SUMS.get(dtype, 1), BLOCK, 64, generator=random).to(dtype)
+
+    def computed(length: int) -> Tensor:
+        query, key, value = parts[..., :length, :]
+        return causal(query, key, value, 1 / 8)[0]
 
     def agrees(length: int) -> bool:
-        return torch.equal(causal(*parts[..., :length, :], scale=1 / 8)[0], expected[..., :length, :])
+        return torch.equal(computed(length), expected[..., :length, :])
 
+    expected = computed(BLOCK)
     return [length for length in range(_TOKENS, BLOCK + 1, _TOKENS) if agrees(length)]
 
 
