@@ -19,7 +19,9 @@ from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
 
 _PART = 16
-_MOST_ROWS = 128
+_MOST_ROWS, _MOST_OF_MANY = 128, 64
+_MANY = 16_384
+"""Outputs, of a vocabulary, above which fewer rows are tried: that took a second."""
 _NUMBERS_OF_ROWS = (
     *(1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 20, 24, 28, 31, 32, 33, 40, 48),
     *(56, 63, 64, 65, 72, 80, 96, 97, 112, 127, _MOST_ROWS),
@@ -99,17 +101,19 @@ def _agreeing(packed: Tensor, inputs: int, seed: int) -> tuple[int, int]:
     What is left of a sum once its rounded value is subtracted, and what is left then, shows the bits that rounding
     hides.
     """
-    x_TI = torch.randn(1, inputs, generator=torch.Generator().manual_seed(seed)).bfloat16().repeat(_MOST_ROWS, 1)
+    tried = _MOST_OF_MANY if packed.shape[0] > _MANY else _MOST_ROWS
+    x_TI = torch.randn(1, inputs, generator=torch.Generator().manual_seed(seed)).bfloat16().repeat(tried, 1)
     first_TO = -_product(x_TI[:_PART], packed, None, None)
-    second_TO = -_product(x_TI[:_PART], packed, None, first_TO)[:1].repeat(_MOST_ROWS, 1)
+    second_TO = -_product(x_TI[:_PART], packed, None, first_TO)[:1].repeat(tried, 1)
 
     def hidden(count: int) -> Tensor:
         return _product(x_TI[:count], packed, first_TO[0], second_TO[:count])
 
     expected_O = hidden(_PART)[0]
     # Largest first: what a product gives back has room for the next one.
-    agrees = {count: bool((hidden(count) == expected_O).all()) for count in reversed(_NUMBERS_OF_ROWS)}
+    numbers = [count for count in _NUMBERS_OF_ROWS if count <= tried]
+    agrees = {count: bool((hidden(count) == expected_O).all()) for count in reversed(numbers)}
     fewer = (count for count in agrees if count < _PART)
-    more = (count for count in _NUMBERS_OF_ROWS if count > _PART)
+    more = (count for count in numbers if count > _PART)
     least, most = ([_PART, *itertools.takewhile(agrees.__getitem__, counts)][-1] for counts in (fewer, more))
     return least, most
