@@ -154,6 +154,15 @@ def test_rewards_that_are_lost_are_not_the_evaluators_fault(mean: float, says: s
     assert str(cause).startswith(says)
 
 
+def test_rows_that_have_been_learned_are_no_fault() -> None:
+    earlier = [{"epoch": 1, "avg_reward": 0.4, "max_reward": 1.0}, {"epoch": 2, "avg_reward": None, "max_reward": None}]
+    (cause,) = likely_causes([[episode(1.0, answer(text)) for text in "ab"]], earlier)
+    (constant,) = likely_causes([[episode(0.4, answer(text)) for text in "ab"]], [earlier[0] | {"max_reward": 0.4}])
+    assert str(constant).startswith("every episode has the reward 0.4: check")
+    expected = "every episode has the reward 1, as much as the best one before: the model has learned these rows: end"
+    assert str(cause).startswith(expected)
+
+
 def test_only_groups_without_variance_are_explained() -> None:
     groups = [[episode(1.0).model_copy(update={"id": name})] for name in ("a", "b", "c")]
     collected = TrajectoryCollection(trajectories=groups, run_id="r")

@@ -247,6 +247,10 @@ def likely_causes(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] 
             what += "the model has probably moved too far"
             change = "lower learning_rate, and begin again, or from an epoch before (`insitu runs fork`); kl and "
             change += "reference_gap of earlier epochs show where it left"
+        elif any(line["avg_reward"] is not None and line["avg_reward"] < reward for line in earlier):
+            if all(line["max_reward"] is None or line["max_reward"] <= reward for line in earlier):
+                what += ", as much as the best one before: the model has learned these rows"
+                change = "end the run here, or use harder rows or a finer score"
         causes.append(Cause("constant_reward", what, change))
     elif not causes and (other := sum(len({t.reward for t in group}) > 1 for group in groups)):
         what = f"rewards differ in {share_of(other, len(groups), 'groups')}, but not what is compared in their place"

@@ -292,15 +292,15 @@ def _widths() -> Sequence[int]:
         return torch.equal(_product(weights[..., :width], values[:, :width]), _product(weights, values))
 
     shapes = list(itertools.product((3, 4, 7, 16), (64, 128)))
-    widths = range(_COLUMNS, BLOCK + 1, _COLUMNS)
-    return [width for width in widths if all(agrees(width, *shape) for shape in shapes)]
+    widths = range(_COLUMNS, BLOCK, _COLUMNS)
+    return [*(width for width in widths if all(agrees(width, *shape) for shape in shapes)), BLOCK]
 
 
 @functools.cache
 def _lengths(dtype: torch.dtype) -> Sequence[int]:
     """The lengths of a span whose attention has the bits that its tokens have in a whole block."""
     random = torch.Generator().manual_seed(0)
-    parts = torch.randn(3, 1, _SUMS.get(dtype, 1), BLOCK, 64, generator=random).to(dtype)
+    parts = torch.randn(3, 1, _SUMS[dtype], BLOCK, 64, generator=random).to(dtype)
 
     def computed(length: int) -> Tensor:
         query, key, value = parts[..., :length, :]
@@ -310,7 +310,7 @@ def _lengths(dtype: torch.dtype) -> Sequence[int]:
         return torch.equal(computed(length), expected[..., :length, :])
 
     expected = computed(BLOCK)
-    return [length for length in range(_TOKENS, BLOCK + 1, _TOKENS) if agrees(length)]
+    return [*filter(agrees, range(_TOKENS, BLOCK, _TOKENS)), BLOCK]
 
 
 def _runs(rows: Sequence[Sequence[Block]], level: int) -> list[tuple[int, int]]:
