@@ -20,8 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _PART = 16
 _MOST_ROWS, _MOST_OF_MANY = 128, 64
-_MANY = 16_384
-"""Outputs, of a vocabulary, above which fewer rows are tried: that took a second."""
+_MANY = 30_000
+"""Outputs, of a vocabulary, above which fewer rows are tried: all of them took a second."""
 _NUMBERS_OF_ROWS = (
     *(1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 20, 24, 28, 31, 32, 33, 40, 48),
     *(56, 63, 64, 65, 72, 80, 96, 97, 112, 127, _MOST_ROWS),

@@ -4,10 +4,10 @@ from collections.abc import Collection
 from pathlib import Path
 
 _BFLOAT16_ABOVE = 100_000_000
-"""Parameters above which frozen weights are loaded in bfloat16 on a processor that has all `_MULTIPLIES_BFLOAT16`."""
+"""Parameters above which frozen weights are loaded in bfloat16 on a processor that multiplies it."""
 _MULTIPLIES_BFLOAT16 = {"amx_bf16"}, {"AuthenticAMD", "avx512_bf16"}
-"""Words of processors where bfloat16 is faster than float32: 2.2 s and 2.7 s for a job of SmolLM2-135M with LoRA of
-rank 16 on AMD's; on Intel's without matrix units it is slower, 5 s and 3 s."""
+"""Words of processors, all of one set, where bfloat16 is faster than float32: 2.2 s and 2.7 s for a job of SmolLM2-135M
+with LoRA of rank 16 on AMD's; on Intel's without matrix units it is slower, 5 s and 3 s."""
 
 
 def processor_words(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

@@ -248,8 +248,8 @@ def likely_causes(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] 
             change = "lower learning_rate, and begin again, or from an epoch before (`insitu runs fork`); kl and "
             change += "reference_gap of earlier epochs show where it left"
         elif _is_best(reward, earlier):
-            what += ", as much as the best one before: the model has learned these rows"
-            change = "end the run here, or use harder rows or a finer score"
+            what += ", and none had more before"
+            change = "if these rows are learned, end the run here or use harder ones; otherwise use a finer score"
         causes.append(Cause("constant_reward", what, change))
     elif not causes and (other := sum(len({t.reward for t in group}) > 1 for group in groups)):
         what = f"rewards differ in {share_of(other, len(groups), 'groups')}, but not what is compared in their place"
@@ -302,8 +302,8 @@ def _is_above(line: Mapping[str, Any], reward: float) -> bool:
 
 def _is_best(reward: float, earlier: Sequence[Mapping[str, Any]]) -> bool:
     """Whether no earlier episode had more, and some had less."""
-    scored = [line for line in earlier if line["avg_reward"] is not None and line["max_reward"] is not None]
-    return any(line["avg_reward"] < reward for line in scored) and all(line["max_reward"] <= reward for line in scored)
+    scored = [line for line in earlier if line["max_reward"] is not None]
+    return all(line["max_reward"] <= reward for line in scored) and any(line["min_reward"] < reward for line in scored)
 
 
 def missing_step_rewards(groups: Iterable[Group], drop_reasons: Mapping[str, str]) -> Iterator[Cause]:

@@ -57,8 +57,10 @@ class DecodeBatch:
     def __init__(self, windows: Windows, blocks_B: Sequence[Sequence[Block]], position_B: np.ndarray) -> None:
         self.windows, self._blocks, device = windows, blocks_B, windows.layout.device
         offset_B = position_B - BLOCK * np.array([len(blocks) for blocks in blocks_B])
-        needed = _enough(_widths(), int(offset_B.max()) + 1) if device.type == "cpu" else BLOCK  # few shapes for graphs
-        self.width = min(needed, windows.width)
+        self.width = windows.width  # few shapes for graphs
+        if device.type == "cpu":
+            self.width = _enough(_widths(), int(offset_B.max()) + 1)
+            windows.ensure(len(blocks_B), self.width)
         self._offset_B = torch.from_numpy(offset_B).to(device)
         self._slot_B = torch.arange(len(blocks_B), device=device)
         deep = [row for row, blocks in enumerate(blocks_B) if blocks]
@@ -282,7 +284,7 @@ def _widths() -> Sequence[int]:
     """The widths of a window whose sums are in the order of those over a whole block, so that no other row counts.
 
     Kernels add many terms in parts, whose size can depend on their number: MKL's on AMD's processors all of up to 192
-    at once, but 128 and 128 of 256.
+    at once, but more in two halves.
     """
     random = torch.Generator().manual_seed(0)
 
