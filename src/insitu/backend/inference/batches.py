@@ -275,8 +275,8 @@ def _padded(rows: Sequence[int], length: int) -> list[int]:
 
 
 def _enough(numbers: Sequence[int], needed: int) -> int:
-    """The first of ascending numbers that suffices, else the last."""
-    return next((number for number in numbers if number >= needed), numbers[-1])
+    """The first of ascending numbers that suffices."""
+    return next(number for number in numbers if number >= needed)
 
 
 @functools.cache
