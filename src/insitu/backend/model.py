@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from insitu.algorithms.memory_budget import Workload, memory_budget, model_shape
+from insitu.backend.activations import align_activations
 from insitu.backend.adapters import speed_up
 from insitu.backend.packed import pack_linears
 from insitu.backend.quantization import quantizer
@@ -117,6 +118,8 @@ def load_model(
         quantize(module, torch_device)
     else:
         pack_linears(module)
+    if torch_device.type == "cpu":
+        align_activations(module)
     module.eval().requires_grad_(False)
     max_length = _max_length(config, tokenizer)
     return LoadedModel(module, tokenizer, torch_device, torch_dtype, max_length, source, quantization)

@@ -426,12 +426,15 @@ async def test_what_prompts_begin_with_is_computed_once(folders, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_bfloat16_kernels)])
 async def test_sums_over_most_of_a_block_do_not_depend_on_the_other_requests(tmp_path, dtype):
-    """On AMD's processors MKL adds up to 192 terms at once, and more in two parts: some have fewer, some more."""
-    heads = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+    """On AMD's processors MKL adds up to 192 terms at once, and more in two parts: some have fewer, some more.
+
+    What a layer has between its products is shared by three threads, but not evenly.
+    """
+    heads = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 700}
     loaded = load_model(str(save_tiny_model(tmp_path, "llama", max_position_embeddings=512, **heads)), "cpu", dtype)
     prompts = [[random.Random(count).randrange(256) for _ in range(count)] for count in (120, 140, 160, 180, 200, 230)]
     each = [params(seed, 20) for seed in range(len(prompts))]
-    async with running(loaded, compute=(compute := ComputeThread()), prefix_bytes=0) as engine:
+    async with running(loaded, compute=(compute := ComputeThread()), prefix_bytes=0, threads=3) as engine:
         together = await at_once(engine, compute, each, prompts)
         for prompt, one, (piece,) in zip(prompts, each, together, strict=True):
             (alone,) = await engine.complete(asks(prompt, [one]))
