@@ -171,23 +171,23 @@ class DecodeBatch:
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor:
     """Products of at least three rows: fewer are computed otherwise, and their last bits depend on the columns."""
-    return _padded_product(rows, matrix, max(rows.shape[1], 3))
+    return _padded_product(rows, matrix, 3)
 
 
 def _product_of_many(rows: Tensor, matrix: Tensor) -> Tensor:
-    """Products of as many rows as share a block; threads share those of a single one (see `batch_shapes`)."""
-    count, columns = rows.shape[1], matrix.shape[2]
-    least = max(count, 4)
-    if len(rows) == 1:
-        least = max(least + -least % 4, columns if columns < 64 else 0)
-    return _padded_product(rows, matrix, least)
+    """Products of as many rows as share a block."""
+    return _padded_product(rows, matrix, 4)
 
 
-def _padded_product(rows: Tensor, matrix: Tensor, padded: int) -> Tensor:
-    count = rows.shape[1]
-    if padded == count:
-        return torch.bmm(rows, matrix)
-    return torch.bmm(torch.cat([rows, rows[:, :1].expand(-1, padded - count, -1)], 1), matrix)[:, :count].contiguous()
+def _padded_product(rows: Tensor, matrix: Tensor, least: int) -> Tensor:
+    """At least two products of at least so many rows: threads share the columns of a single one."""
+    heads, count, _ = rows.shape
+    if count < least:
+        rows = torch.cat([rows, rows[:, :1].expand(-1, least - count, -1)], 1)
+    if heads == 1:
+        rows, matrix = rows.expand(2, -1, -1), matrix.expand(2, -1, -1)
+    result = torch.bmm(rows, matrix)
+    return result if result.shape[:2] == (heads, count) else result[:heads, :count].contiguous()
 
 
 class SharedRows:
