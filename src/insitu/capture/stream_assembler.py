@@ -11,8 +11,8 @@ from insitu.wire.connection import MAX_LINE
 from insitu.wire.http_format import DONE, error_message, load_json
 
 _SENT_ONCE = (
-    *("finish_reason", "prompt_token_ids", "logprobs_temperature", "logprobs_processed", "structured_outputs"),
-    "tool_call_malformed",
+    *("finish_reason", "stop_reason", "prompt_token_ids", "logprobs_temperature", "logprobs_processed"),
+    *("structured_outputs", "tool_call_malformed"),
 )
 """Fields of a choice that are whole in one of its chunks."""
 

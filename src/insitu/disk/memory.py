@@ -29,7 +29,7 @@ def machine_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> MachineMemory 
     if "MemTotal" not in values or "MemAvailable" not in values:
         return None
     memory = MachineMemory(values["MemTotal"] * 1024, values["MemAvailable"] * 1024)
-    for folder in _memory_cgroups(proc, cgroups):
+    for folder in own_cgroups("memory", proc, cgroups):
         limit = _number(folder, "memory.limit_in_bytes", "memory.max")
         used = _number(folder, "memory.usage_in_bytes", "memory.current")
         if limit is None or used is None:
@@ -47,7 +47,7 @@ def kill_counter(process: int | str = "self", proc: Path = PROC, cgroups: Path =
 
     That of the machine if the cgroup has none; None where the system does not say, or if the process has ended.
     """
-    group = next(_memory_cgroups(proc, cgroups, process), None)
+    group = next(own_cgroups("memory", proc, cgroups, process), None)
     local = [] if group is None else [group / name for name in ("memory.oom_control", "memory.events.local")]
     files = (file for file in (*local, proc / "vmstat") if memory_kills(file) is not None)
     return next(files, None) if (proc / str(process)).exists() else None
@@ -57,8 +57,10 @@ def memory_kills(counter: Path) -> int | None:
     return numbers(counter).get("oom_kill")
 
 
-def _memory_cgroups(proc: Path, cgroups: Path, process: int | str = "self") -> Iterator[Path]:
-    """The folders of the memory cgroups that a process is in, the innermost first.
+def own_cgroups(
+    controller: str, proc: Path = PROC, cgroups: Path = CGROUPS, process: int | str = "self"
+) -> Iterator[Path]:
+    """The folders of the cgroups with a controller that a process is in, the innermost first.
 
     In a container they may be mounted as the root, whatever their paths are outside.
     """
@@ -68,7 +70,7 @@ def _memory_cgroups(proc: Path, cgroups: Path, process: int | str = "self") -> I
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        root = cgroups / "memory" if "memory" in controllers.split(",") else cgroups
+        root = cgroups / controller if controller in controllers.split(",") else cgroups
         if controllers and root == cgroups:
             continue
         folder = root / path.lstrip("/")

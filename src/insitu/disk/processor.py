@@ -1,7 +1,11 @@
-"""The processor of this machine, and the dtype that suits it."""
+"""The processor of this machine, what of it this process can use, and the dtype that suits it."""
 
-from collections.abc import Collection
+import math
+import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
+
+from insitu.disk.memory import CGROUPS, PROC, numbers, own_cgroups
 
 _BFLOAT16_ABOVE = 100_000_000
 """Parameters above which frozen weights are loaded in bfloat16 on a processor that multiplies it."""
@@ -16,6 +20,24 @@ def processor_words(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
         return frozenset(path.read_text(encoding="utf-8").split())
     except OSError:
         return frozenset()
+
+
+def usable_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """How many threads of this process can run at a time: on its cores, and within the quotas of its cgroups.
+
+    A container with `--cpus 2` sees all cores of its machine, and has the time of two. Version 1 has
+    `cpu.cfs_quota_us` and `cpu.cfs_period_us`, version 2 has `cpu.max`.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([cores, *(math.ceil(quota) for quota in _quotas(proc, cgroups))])
+
+
+def _quotas(proc: Path, cgroups: Path) -> Iterator[float]:
+    for folder in own_cgroups("cpu", proc, cgroups):
+        quota, period = (numbers(folder / f"cpu.cfs_{name}_us").get("") for name in ("quota", "period"))
+        if quota and period:
+            yield quota / period
+        yield from (int(name) / period for name, period in numbers(folder / "cpu.max").items() if name.isdecimal())
 
 
 def cpu_dtype(words: Collection[str], frozen_parameters: int) -> str:

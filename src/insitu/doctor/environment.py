@@ -1,7 +1,6 @@
 """What a bug report needs to know of a machine: versions, processors, memory, GPUs and optional programs."""
 
 import importlib.metadata
-import os
 import platform
 import re
 import shutil
@@ -10,6 +9,7 @@ from importlib.util import find_spec
 
 from insitu import __version__
 from insitu.disk.memory import machine_memory
+from insitu.disk.processor import usable_cores
 from insitu.errors import ConfigError, format_error
 from insitu.gateway.bubblewrap import find_bubblewrap
 
@@ -39,7 +39,7 @@ def this_environment() -> Environment:
         insitu=__version__,
         python=f"{platform.python_implementation()} {platform.python_version()}",
         platform=platform.platform(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=usable_cores(),
         memory=memory.total if memory is not None else None,
         packages=_packages(),
         gpus=_gpus(),

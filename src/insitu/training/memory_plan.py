@@ -1,7 +1,6 @@
 """What a run needs of this machine, computed before anything is loaded: one table, and whether it fits."""
 
 import operator
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from insitu.algorithms.memory_budget import (
 )
 from insitu.disk.files import nearest_folder, readable_bytes, readable_seconds
 from insitu.disk.memory import MachineMemory
+from insitu.disk.processor import usable_cores
 from insitu.errors import BackendUnavailable, ConfigError, InsituError
 from insitu.schemas.training_jobs import KeepConfig
 
@@ -80,7 +80,7 @@ class MemoryPlan:
             return None
         epoch, lora = self.epoch, self.workload.lora_rank is not None
         tokens = epoch.prompts + epoch.completions
-        return operations(self.shape, sampled=tokens, trained=tokens, lora=lora) / (CORE_OPERATIONS * _cores())
+        return operations(self.shape, sampled=tokens, trained=tokens, lora=lora) / (CORE_OPERATIONS * usable_cores())
 
     def problem(self, *, free: bool) -> InsituError | None:
         """Why it does not fit: a ConfigError if the machine's memory, or the limit of a cgroup, is too small.
@@ -146,7 +146,7 @@ class MemoryPlan:
         free = shutil.disk_usage(nearest_folder(self.folder)).free
         yield f"disk: about {readable_bytes(self.checkpoint_bytes)} of checkpoints; {readable_bytes(free)} are free"
         if (seconds := self.epoch_seconds) is not None:
-            rate = f"{CORE_OPERATIONS / 1e9:g} GFLOP/s for each of {_cores()} cores"
+            rate = f"{CORE_OPERATIONS / 1e9:g} GFLOP/s for each of {usable_cores()} cores"
             yield f"time: roughly {readable_seconds(seconds)} an epoch of {self.epoch.episodes} episodes, at {rate}"
 
     def _stored(self) -> str:
@@ -164,7 +164,3 @@ def check_memory(plan: MemoryPlan | None, *, free: bool = False) -> MemoryPlan |
 def _limit(machine: MachineMemory) -> str:
     size = readable_bytes(machine.total)
     return f"this machine has {size}" if machine.cgroup is None else f"the limit of {machine.cgroup} is {size}"
-
-
-def _cores() -> int:
-    return os.cpu_count() or 1

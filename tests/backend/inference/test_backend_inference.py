@@ -139,7 +139,7 @@ def test_stop_strings_end_the_text_and_keep_the_tokens(served, client):
     readable = [index for index, letter in enumerate(full.message.content) if letter.isascii() and index > 3]
     stop = full.message.content[readable[0]]
     cut = client.chat.completions.create(**asked, extra_body=extra, stop=["not there", stop]).choices[0]
-    assert cut.finish_reason == "stop"
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
     assert cut.message.content == full.message.content[: full.message.content.index(stop)]
     assert cut.token_ids == full.token_ids[: len(cut.token_ids)]
     assert 0 < len(cut.token_ids) < len(full.token_ids)

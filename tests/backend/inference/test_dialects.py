@@ -56,6 +56,10 @@ async def test_a_message_without_text_is_a_turn_of_the_prompt(claude: Any) -> No
     said = (await claude.messages.create(messages=HELLO, **asked)).content[0].text
     empty = await claude.messages.create(messages=HELLO, stop_sequences=[said[0]], **asked)
     assert empty.content == []
+    assert (empty.stop_reason, empty.stop_sequence) == ("stop_sequence", said[0])
+    async with claude.messages.stream(messages=HELLO, stop_sequences=[said[0]], **asked) as stream:
+        streamed = await stream.get_final_message()
+    assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", said[0])
     turns = [{"role": "assistant", "content": content} for content in (empty.content, "")]
     sent, written = [await claude.messages.create(messages=[*HELLO, turn, *HELLO], **asked) for turn in turns]
     assert sent.usage.input_tokens == written.usage.input_tokens

@@ -190,6 +190,7 @@ async def test_stop_token_ids_end_a_completion_and_are_not_in_its_text(model):
         (later,) = await engine.complete(asks(PROMPT, [params(1, 40, min_tokens=40, **options)]))
         streamed = [delta async for _, delta in engine.stream(asks(PROMPT, [params(1, 40, **options)]))]
     assert (ended.tokens.ids, ended.finish_reason) == (whole.tokens.ids[: first + 1], "stop")
+    assert (ended.stop_reason, later.stop_reason) == (end, None)
     assert ended.text == engine.tokenizer.decode(whole.tokens.ids[:first])
     assert "".join(delta.text for delta in streamed) == ended.text
     assert end not in later.tokens.ids

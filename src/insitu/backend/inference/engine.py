@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from insitu.backend.inference.structured import Grammar, GrammarCompiler
 from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.model import LoadedModel, free_memory
 from insitu.disk.files import readable_bytes
+from insitu.disk.processor import usable_cores
 from insitu.errors import BackendError
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Engine(Sampler):
     def _prepare(self) -> None:
         module = self._loaded.module
         count = sum(parameter.numel() for parameter in module.parameters())
-        cores = os.cpu_count() or 1
+        cores = usable_cores()
         options, is_small = self.options, count < SMALL_MODEL or self._loaded.device.type != "cpu"
         torch.set_num_threads(options.threads or cores)
         attends_here = check_supported(module, options.max_length)

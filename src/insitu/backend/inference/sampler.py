@@ -146,6 +146,8 @@ class OutputDelta:
     text: str
     tokens: SampledTokens
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """What the request had asked to stop at: the stop string, or the token of `stop_token_ids`."""
 
 
 Deliver = Callable[[int, OutputDelta | BaseException], None]
@@ -159,6 +161,7 @@ class Completion:
     params: SamplingParams
     tokens: SampledTokens = field(default_factory=SampledTokens, kw_only=True)
     text: CompletionText | None = field(default=None, kw_only=True)
+    stop_reason: str | int | None = field(default=None, kw_only=True)
 
     def detokenize(self, tokenizer: ChatTokenizer) -> None:
         """From now on, `append` returns text and finds stop strings."""
@@ -168,11 +171,13 @@ class Completion:
         """Adds a token; returns the text that is now final, and the finish reason if the completion ends."""
         self.tokens.append(token)
         if token.id in self.params.end_token_ids(tokenizer.eos_token_ids):
+            self.stop_reason = None if token.id in tokenizer.eos_token_ids else token.id
             return self._flush(), "stop"
         text = ""
         if self.text is not None:
             text = self.text.add(token.id)
             if self.text.stopped:
+                self.stop_reason = self.text.stopped
                 return text, "stop"
         if len(self.tokens) >= self.params.max_tokens or len(self.prompt) + len(self.tokens) >= max_length:
             return text + self._flush(), "length"

@@ -357,9 +357,9 @@ class Scheduler:
             if text:
                 sequence.pending_text += text
             return None
-        tokens = sequence.tokens[sequence.sent :]
-        sequence.sent = len(sequence.tokens)
-        return sequence, OutputDelta(self.version, sequence.pending_text + text, tokens, finish_reason)
+        tokens, sequence.sent = sequence.tokens[sequence.sent :], len(sequence.tokens)
+        text, reason = sequence.pending_text + text, sequence.stop_reason
+        return sequence, OutputDelta(self.version, text, tokens, finish_reason, reason)
 
     def _end(self, sequence: SequenceState) -> None:
         self._release(sequence)

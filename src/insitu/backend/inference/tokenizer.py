@@ -137,8 +137,8 @@ class CompletionText:
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._stop = [text for text in stop if text]
         self._held = ""
-        self.stopped = False
-        """Whether a stop string was found."""
+        self.stopped = ""
+        """The stop string that was found."""
         self._ids: list[int] = []
         self._emitted = 0
         """Number of tokens whose text has been returned."""
@@ -175,10 +175,11 @@ class CompletionText:
     def _before_stop(self, text: str) -> str:
         """What certainly precedes any stop string."""
         text = self._held + text
-        ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        if ends:
-            self.stopped, self._held = True, ""
-            return text[: min(ends)]
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            end, self.stopped = min(found)
+            self._held = ""
+            return text[:end]
         end = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[end:]
         return text[:end]

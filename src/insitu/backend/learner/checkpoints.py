@@ -8,7 +8,6 @@ offsets of each tensor, and the tensors row by row. So the number of ranks may c
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ from insitu.backend.learner.policy import ReferenceWeights, TrainablePolicy
 from insitu.backend.model import LoadedModel, wrap_errors
 from insitu.disk.files import new_folder
 from insitu.disk.model_files import OPTIMIZER_FILE, TrainingRecord, check_optimizer_file, write_record
+from insitu.disk.processor import usable_cores
 from insitu.errors import BackendError, InsituError, JobFailed, a_type
 from insitu.schemas.parts import Part
 from insitu.schemas.training_jobs import TrainingSettings
@@ -40,7 +40,7 @@ class Workers:
     """Uses a CPU's cores: `count` micro-batches in parallel for a small model, else threads within each operation."""
 
     def __init__(self, loaded: LoadedModel, ranks: Ranks = ALONE) -> None:
-        cores = max(1, (os.cpu_count() or 1) // ranks.count)
+        cores = max(1, usable_cores() // ranks.count)
         self.is_small = sum(parameter.numel() for parameter in loaded.module.parameters()) < SMALL_MODEL
         self.count = cores if self.is_small and loaded.device.type == "cpu" and not ranks.shards_weights else 1
         self._threads = cores // self.count if loaded.device.type == "cpu" else None

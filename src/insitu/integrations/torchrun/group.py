@@ -21,6 +21,7 @@ from insitu.backend.learner.optimizer_loop import Progress
 from insitu.backend.learner.versions import write_rows
 from insitu.backend.model import LoadedModel
 from insitu.disk.model_files import JobRecord
+from insitu.disk.processor import usable_cores
 from insitu.errors import BackendError, JobFailed
 from insitu.integrations.torchrun.heartbeat import LIMIT_SECONDS, Heartbeats
 from insitu.schemas.backend_processes import LearnerOptions
@@ -126,7 +127,7 @@ class RankGroup:
             self._process = ChildProcess(
                 [sys.executable, "-m", "torch.distributed.run", *self._torchrun_options(node=0), *arguments],
                 self._folder / LOG,
-                {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self._options.processes))},
+                {**os.environ, "OMP_NUM_THREADS": str(max(1, usable_cores() // self._options.processes))},
                 bound=True,
                 stdin=stdin.fileno(),
             )

@@ -235,7 +235,8 @@ class VllmSampler(Sampler):
                     if finish_reason is not None:
                         await replica.check_unnamed_weights(choice, tag)
                     if finish_reason is not None or (streamed and len(completion.tokens) > sent):
-                        yield OutputDelta(weights.version or 0, text, completion.tokens[sent:], finish_reason)
+                        tokens = completion.tokens[sent:]
+                        yield OutputDelta(weights.version or 0, text, tokens, finish_reason, completion.stop_reason)
                         text, sent = "", len(completion.tokens)
                     if finish_reason is not None:
                         return

@@ -138,7 +138,7 @@ class ChatFormatter(ResponseFormatter):
             body["prompt_token_ids"] = self.prompts[0]
 
     def _outcome(self, output: OutputDelta) -> dict[str, Any]:
-        fields = {"finish_reason": output.finish_reason, "logprobs": None, **self._token_ids(output)}
+        fields = {**self._end(output), "logprobs": None, **self._token_ids(output)}
         if not self.request.logprobs:
             return fields
         logprobs = {"token_logprobs": output.tokens.logprobs} if self.compact else self._logprobs(output)

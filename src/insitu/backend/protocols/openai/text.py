@@ -251,6 +251,12 @@ class ResponseFormatter:
     def _body(self, kind: str, version: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._base, "object": kind, "policy_version": version, "choices": choices}
 
+    @staticmethod
+    def _end(output: OutputDelta) -> dict[str, Any]:
+        """`stop_reason`, as vLLM calls it, only where a stop string or a token of `stop_token_ids` was found."""
+        stopped = {} if output.stop_reason is None else {"stop_reason": output.stop_reason}
+        return {"finish_reason": output.finish_reason, **stopped}
+
     def _token_ids(self, output: OutputDelta) -> dict[str, Any]:
         return {"token_ids": output.tokens.ids} if self.request.return_token_ids else {}
 
@@ -287,7 +293,7 @@ class TextFormatter(ResponseFormatter):
         return {
             "index": index,
             "text": output.text,
-            "finish_reason": output.finish_reason,
+            **self._end(output),
             "logprobs": None if self.request.logprobs is None else self._logprobs(index, output),
             **self._token_ids(output),
             **({} if self.request.logprobs is None else self._temperature),
