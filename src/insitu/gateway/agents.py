@@ -172,10 +172,9 @@ class HttpConfig(ExternalConfig, name="http"):
     """Time limit for a response in seconds; none: that of the episode."""
     max_output: int = Field(default=2**20, ge=1)
     """Maximum size of a response, in bytes."""
-    answer_key: str | None = "output"
-    """Key of the workflow's answer in the JSON response; none: the response is the answer."""
     answer: Annotated[str, AfterValidator(_check_path)] | None = None
-    """JSONPath of the answer in the JSON response, such as `$.choices[0].text`, in place of `answer_key`."""
+    """JSONPath of the answer in the JSON response, such as `$.choices[0].text`; `$` is all of it. Default: `$.output` of
+    a JSON response, all of another one."""
     body: dict[str, Any] | None = None
     """The JSON body of a request, in place of insitu's own. In its texts, `{input}`, `{row_id}` and `{column}` are
     replaced by the row's values, and `{{` by a brace; a text that is only `{column}` becomes the value, whatever its
@@ -185,8 +184,6 @@ class HttpConfig(ExternalConfig, name="http"):
 
     @model_validator(mode="after")
     def _request_is_complete(self) -> "HttpConfig":
-        if self.answer is not None and "answer_key" in self.model_fields_set:
-            raise ValueError("set one of answer (a JSONPath) and answer_key")
         places = self.model_url and (self.model_url.body or self.model_url.header or self.model_url.query)
         if not places and (self.body is not None or self.model_url is not None):
             raise ValueError("model_url must say where the service expects its model's URL: body, header or query")
@@ -376,17 +373,9 @@ async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[Func
             message = f"{config.url} answered {response.status}: {content[:_SHOWN_BYTES].decode(errors='replace')}"
             is_transient = response.status in _TRANSIENT or endpoint.failure
             raise BackendUnavailable(message) if is_transient else WorkflowError(message)
-        if config.answer is not None:
-            return value_at(config.answer, _parse_json_answer(content, source), f"{source}: answer")
-        if response.content_type != "application/json":
+        if config.answer is None and response.content_type != "application/json":
             return content.decode(errors="replace")
-        answer = _parse_json_answer(content, config.url)
-        if config.answer_key is None:
-            return answer
-        if not isinstance(answer, dict) or config.answer_key not in answer:
-            existing = ", ".join(answer) if isinstance(answer, dict) else type(answer).__name__
-            raise WorkflowError(f"{config.url} answered without the key {config.answer_key!r}; available: {existing}")
-        return answer[config.answer_key]
+        return value_at(config.answer or "$.output", _parse_json_answer(content, source), f"{source}: answer")
 
     timeout = aiohttp.ClientTimeout(total=config.timeout, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0)  # the number of concurrent episodes is limited elsewhere
