@@ -9,7 +9,7 @@ import pytest
 
 from insitu.disk.processor import usable_cores
 
-CORES = len(os.sched_getaffinity(0))
+CORES = usable_cores(Path("none"))
 V1 = {"cpu.cfs_quota_us": "{quota}\n", "cpu.cfs_period_us": "100000\n"}
 V2 = {"cpu.max": "{quota} 100000\n"}
 
@@ -34,6 +34,8 @@ def groups(root: Path, lines: str, quotas: dict[str, str]) -> tuple[Path, Path]:
         ("0::/a/b\n", {"a/b": "max", "a": "100000", ".": "max"}, 1),
         ("0::/a\n", {"a": "max"}, CORES),
         ("0::/a\n", {"a": "64000000"}, CORES),
+        ("0::/a\n", {"a": "150000"}, min(CORES, 2)),  # a part of a core more is a thread more
+        ("0::/a\n", {"a": "0"}, 1),
         ("1:cpuacct:/\n", {}, CORES),
     ],
 )
@@ -41,9 +43,11 @@ def test_quotas_of_control_groups(tmp_path: Path, lines: str, quotas: dict[str, 
     assert usable_cores(*groups(tmp_path, lines, quotas)) == expected
 
 
-def test_a_part_of_a_core_more_is_a_thread_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert usable_cores(*groups(tmp_path, "0::/a\n", {"a": "250000"})) == 3
+def test_cores_are_counted_before_threads_are_bound() -> None:
+    code = "import insitu.backend, torch; from insitu.disk.processor import usable_cores; print(usable_cores())"
+    environment = {**os.environ, "OMP_PROC_BIND": "true"}
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    assert done.stdout == f"{CORES}\n"
 
 
 @pytest.mark.skipif(not os.access("/sys/fs/cgroup/cpu", os.W_OK), reason="needs cgroups of version 1 to write to")

@@ -8,7 +8,8 @@ compute         the thread that touches the weights, shared by inference and tra
 model           loads Hugging Face causal language models and GGUF files, which `insitu.disk` has checked
 adapters        layers with LoRA adapters, faster than peft computes them
 packed          products in bfloat16 on a CPU, a row of which does not depend on the others
-activations     activation functions on a CPU, of which a row does not depend on the others
+activations     activation functions on a CPU whose result for one row does not depend on the others
+experts         layers of experts on a CPU, in which a token does not depend on the others
 attention       the attention of training rows and of prompts, many of which begin alike
 quantization    frozen weights of 8 or 4 bits, over which adapters are trained
 active_waiting  whether the threads of an operation wait actively for one another

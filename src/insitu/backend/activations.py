@@ -1,8 +1,8 @@
-"""Activation functions on a CPU, of which a row does not depend on the others.
+"""Activation functions on a CPU whose result for one row does not depend on the other rows.
 
-PyTorch's threads compute equal shares of all elements, vectors of them first and what is left of a share one by one, by
-other formulas: the last bits of `silu` depend on where an element is. Here nothing is left: where shares are not whole
-vectors, one thread computes few elements at a time.
+PyTorch's threads compute equal shares of all elements: whole vectors first, and what remains of a share by scalar
+formulas, so that the last bits of `silu` depend on where an element is. Here no share has a remainder: where shares
+would not be whole vectors, the elements are computed in small, padded parts, each by one thread.
 """
 
 import functools
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 _VECTORS = 64
-"""Elements of the two vectors that are computed at a time: at most so many, in 16 bits with AVX-512."""
+"""A multiple of the elements that are computed at a time, which are two vectors: 64 in 16 bits with AVX-512."""
 _SERIAL, _SHARE = 2**14, 2**15
-"""Elements up to which one thread computes `gelu`, and others: the first, in as many shares as there are threads then,
-the others in shares of at least so many (`at::internal::GRAIN_SIZE`)."""
+"""Up to `_SERIAL` elements, `gelu` runs on one thread, and above that on all. Other functions run on one thread up to
+`_SHARE` (`at::internal::GRAIN_SIZE`), then in shares of at least that many."""
 
 
 def align_activations(module: nn.Module) -> None:
@@ -29,11 +29,11 @@ def align_activations(module: nn.Module) -> None:
 
 @functools.cache
 def _aligned() -> dict[Any, Any]:
-    """By the classes of the functions that transformers has for models."""
+    """By the classes of the functions that transformers has names for, and of those that its models use besides."""
     from transformers.activations import ACT2CLS
 
     named = (each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values())
-    return {kind: _aligned_class(kind) for kind in named}
+    return {kind: _aligned_class(kind) for kind in (*named, nn.GELU)}
 
 
 def _aligned_class(kind: Any) -> Any:
@@ -49,6 +49,7 @@ def _aligned_class(kind: Any) -> Any:
             parts[-1] = pad(parts[-1], (0, -len(flat) % _VECTORS))
             return torch.cat([plain(part) for part in parts])[: len(flat)].view(input.shape)
 
+    Aligned.__name__ = Aligned.__qualname__ = kind.__name__
     return Aligned
 
 

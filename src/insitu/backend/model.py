@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from insitu.algorithms.memory_budget import Workload, memory_budget, model_shape
 from insitu.backend.activations import align_activations
 from insitu.backend.adapters import speed_up
+from insitu.backend.experts import fill_experts
 from insitu.backend.packed import pack_linears
 from insitu.backend.quantization import quantizer
 from insitu.disk.files import available_memory, readable_bytes
@@ -120,6 +121,7 @@ def load_model(
         pack_linears(module)
     if torch_device.type == "cpu":
         align_activations(module)
+        fill_experts(module)
     module.eval().requires_grad_(False)
     max_length = _max_length(config, tokenizer)
     return LoadedModel(module, tokenizer, torch_device, torch_dtype, max_length, source, quantization)

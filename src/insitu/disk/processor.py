@@ -13,6 +13,9 @@ _MULTIPLIES_BFLOAT16 = {"amx_bf16"}, {"AuthenticAMD", "avx512_bf16"}
 """Words of processors, all of one set, where bfloat16 is faster than float32: 2.2 s and 2.7 s for a job of SmolLM2-135M
 with LoRA of rank 16 on AMD's; on Intel's without matrix units it is slower, 5 s and 3 s."""
 
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""Those of the process, read before torch is loaded: with OMP_PROC_BIND, libgomp then binds this thread to one."""
+
 
 def processor_words(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """The maker and the flags, among other words, by the names of Linux; none elsewhere."""
@@ -28,8 +31,7 @@ def usable_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     A container with `--cpus 2` sees all cores of its machine, and has the time of two. Version 1 has
     `cpu.cfs_quota_us` and `cpu.cfs_period_us`, version 2 has `cpu.max`.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([cores, *(math.ceil(quota) for quota in _quotas(proc, cgroups))])
+    return max(1, min([_CORES, *(math.ceil(quota) for quota in _quotas(proc, cgroups))]))
 
 
 def _quotas(proc: Path, cgroups: Path) -> Iterator[float]:
@@ -37,7 +39,8 @@ def _quotas(proc: Path, cgroups: Path) -> Iterator[float]:
         quota, period = (numbers(folder / f"cpu.cfs_{name}_us").get("") for name in ("quota", "period"))
         if quota and period:
             yield quota / period
-        yield from (int(name) / period for name, period in numbers(folder / "cpu.max").items() if name.isdecimal())
+        limits = numbers(folder / "cpu.max")
+        yield from (int(name) / period for name, period in limits.items() if name.isdecimal() and period)
 
 
 def cpu_dtype(words: Collection[str], frozen_parameters: int) -> str:

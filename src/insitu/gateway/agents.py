@@ -173,8 +173,8 @@ class HttpConfig(ExternalConfig, name="http"):
     max_output: int = Field(default=2**20, ge=1)
     """Maximum size of a response, in bytes."""
     answer: Annotated[str, AfterValidator(_check_path)] | None = None
-    """JSONPath of the answer in the JSON response, such as `$.choices[0].text`; `$` is all of it. Default: `$.output` of
-    a JSON response, all of another one."""
+    """JSONPath of the answer in the JSON response, such as `$.choices[0].text`; `$` is all of it. Default:
+    `$.output` of a JSON response, all of another one."""
     body: dict[str, Any] | None = None
     """The JSON body of a request, in place of insitu's own. In its texts, `{input}`, `{row_id}` and `{column}` are
     replaced by the row's values, and `{{` by a brace; a text that is only `{column}` becomes the value, whatever its

@@ -30,6 +30,7 @@ from waiting import turns, until
 from insitu.backend import BackendOptions, configure_math_libraries
 from insitu.backend.adapters import speed_up
 from insitu.backend.compute import ComputeThread
+from insitu.backend.inference.batch_shapes import suitable_threads
 from insitu.backend.inference.batches import Span
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.kv_pool import BLOCK, Block, BlockStore, KVPool, LayerShape, Layout, Windows
@@ -439,6 +440,39 @@ async def test_sums_over_most_of_a_block_do_not_depend_on_the_other_requests(tmp
         for prompt, one, (piece,) in zip(prompts, each, together, strict=True):
             (alone,) = await engine.complete(asks(prompt, [one]))
             assert pairs(alone) == pairs(piece)
+
+
+async def test_tokens_of_an_expert_do_not_depend_on_the_other_requests(tmp_path):
+    """Without AVX-512, MKL computes fewer than four rows of a product by another kernel."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "max_position_embeddings": 512}
+    loaded = load_model(str(save_tiny_model(tmp_path, "qwen3_moe", hidden_size=128, **sizes)), "cpu")
+    prompts = [[random.Random(count).randrange(256) for _ in range(count)] for count in (3, 9, 20, 61, 100)]
+    each = [params(seed, 8) for seed in range(len(prompts))]
+    async with running(loaded, compute=(compute := ComputeThread()), prefix_bytes=0, threads=2) as engine:
+        together = await at_once(engine, compute, each, prompts)
+        for prompt, one, (piece,) in zip(prompts, each, together, strict=True):
+            (alone,) = await engine.complete(asks(prompt, [one]))
+            assert pairs(alone) == pairs(piece)
+
+
+async def test_threads_do_not_share_the_columns_of_a_single_product(tmp_path):
+    """Of a model with one head of keys, whose blocks are shared by one row, and by several."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 1, "max_position_embeddings": 1024}
+    loaded = load_model(str(save_tiny_model(tmp_path, "llama", **sizes)), "cpu")
+    begin = [random.Random(0).randrange(256) for _ in range(2 * BLOCK + 5)]
+    prompts = [begin[: BLOCK + count] for count in (1, 2, 40)] + [begin, [*begin, 3], [7, *begin]]
+    each, results = [params(seed, 6) for seed in range(len(prompts))], []
+    for threads in (1, 3, 6):
+        async with running(loaded, compute=(compute := ComputeThread()), threads=threads) as engine:
+            together = await at_once(engine, compute, each, prompts)
+            alone = [await engine.complete(asks(prompt, [one])) for prompt, one in zip(prompts, each, strict=True)]
+            results += [[pairs(piece) for (piece,) in pieces] for pieces in (together, alone)]
+    assert all(result == results[0] for result in results)
+
+
+def test_threads_that_suit_the_narrowest_layer():
+    module = torch.nn.Sequential(torch.nn.Linear(256, 200), torch.nn.Linear(1000, 1))
+    assert [suitable_threads(module, most) for most in (1, 2, 8, 64)] == [1, 2, 8, 8]
 
 
 async def test_requests_of_two_versions_share_a_small_pool(folders):

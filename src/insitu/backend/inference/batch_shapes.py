@@ -33,6 +33,7 @@ _LENGTHS = ("sliding_window", "attention_chunk_size")
 _CHECKED_LENGTH = 8
 _CHECKED_BYTES = 64 * 2**20
 """Maximum memory of the check's windows and logits."""
+_FEW_ROWS = 32
 _WIDTH = 64
 """Positions of the windows in the check."""
 _PROMPTS, _PART = 4, 5
@@ -60,10 +61,7 @@ class BatchShapes:
         weight = next(module.parameters())
         # Kernels of other devices guarantee nothing, nor do those for float16.
         is_exact = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-        threads = torch.get_num_threads()
-        narrow = [min(each.shape) for each in module.parameters() if each.dim() == 2 and threads > 1]
-        fewest = max((max(size, 4 * threads) for size in narrow if size < 16 * threads), default=1)
-        self._least = 1 << (fewest - 1).bit_length()  # one of the sizes
+        self._least = _fewest_rows(module, torch.get_num_threads())  # one of the sizes
         largest = max(max_rows, _PROMPTS, self._least) if is_exact else max_rows
         powers = [1 << power for power in range(largest.bit_length()) if 1 << power < largest]
         self._sizes: Sequence[int] = [*powers, largest]
@@ -139,6 +137,18 @@ class BatchShapes:
         """Logits (size, V) after one more token of each prompt in turn."""
         position_B = np.array([_PART * (row % _PROMPTS + 1) for row in range(size)])
         return runner.decode(windows, [()] * size, position_B % 7, position_B)
+
+
+def suitable_threads(module: nn.Module, most: int) -> int:
+    """So many threads that a step of few sequences need not compute many rows; see above."""
+    return next(threads for threads in range(most, 0, -1) if _fewest_rows(module, threads) <= _FEW_ROWS)
+
+
+def _fewest_rows(module: nn.Module, threads: int) -> int:
+    """A power of two."""
+    narrow = [min(each.shape) for each in module.parameters() if each.dim() == 2 and threads > 1]
+    fewest = max((max(size, 4 * threads) for size in narrow if size < 16 * threads), default=1)
+    return 1 << (fewest - 1).bit_length()
 
 
 def _by_prompt(outcome_BV: Tensor) -> Tensor:

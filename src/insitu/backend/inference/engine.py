@@ -22,7 +22,7 @@ from torch import nn
 
 from insitu.algorithms.memory_budget import KV_SHARE, SMALL_MODEL
 from insitu.backend.compute import ComputeThread, call_in_loop
-from insitu.backend.inference.batch_shapes import BatchShapes, check_supported
+from insitu.backend.inference.batch_shapes import BatchShapes, check_supported, suitable_threads
 from insitu.backend.inference.kv_pool import BLOCK, BlockStore, KVPool, Layout
 from insitu.backend.inference.sampler import LATEST, Deliver, GenerationRequest, Sampler, WeightVersion, canonical
 from insitu.backend.inference.scheduler import Delivery, EngineOptions, Scheduler, SequenceState
@@ -85,7 +85,7 @@ class Engine(Sampler):
         torch.set_num_threads(options.threads or cores)
         attends_here = check_supported(module, options.max_length)
         most = cores if count >= LARGE_MODEL else 1 if is_small else MAX_THREADS
-        torch.set_num_threads(options.threads or min(cores, most))
+        torch.set_num_threads(options.threads or suitable_threads(module, min(cores, most)))
         self._shapes = BatchShapes(module, options.max_batch, attends_here, self.max_length)
         self._open_pool(count)
         self._publish(WeightVersion(0), module)

@@ -171,7 +171,8 @@ class Completion:
         """Adds a token; returns the text that is now final, and the finish reason if the completion ends."""
         self.tokens.append(token)
         if token.id in self.params.end_token_ids(tokenizer.eos_token_ids):
-            self.stop_reason = None if token.id in tokenizer.eos_token_ids else token.id
+            ends_turn = not self.params.ignore_eos and token.id in tokenizer.eos_token_ids
+            self.stop_reason = None if ends_turn else token.id
             return self._flush(), "stop"
         text = ""
         if self.text is not None:

@@ -35,6 +35,9 @@ from insitu.schemas.training_jobs import TrainingSettings
 T = TypeVar("T")
 R = TypeVar("R")
 
+MAX_WORKERS = 8
+"""Micro-batches that are computed in parallel, each with its activations and gradients in memory."""
+
 
 class Workers:
     """Uses a CPU's cores: `count` micro-batches in parallel for a small model, else threads within each operation."""
@@ -42,8 +45,9 @@ class Workers:
     def __init__(self, loaded: LoadedModel, ranks: Ranks = ALONE) -> None:
         cores = max(1, usable_cores() // ranks.count)
         self.is_small = sum(parameter.numel() for parameter in loaded.module.parameters()) < SMALL_MODEL
-        self.count = cores if self.is_small and loaded.device.type == "cpu" and not ranks.shards_weights else 1
-        self._threads = cores // self.count if loaded.device.type == "cpu" else None
+        is_parallel = self.is_small and loaded.device.type == "cpu" and not ranks.shards_weights
+        self.count = min(cores, MAX_WORKERS) if is_parallel else 1
+        self._threads = (cores if self.count == 1 else 1) if loaded.device.type == "cpu" else None
         self._pool = ThreadPoolExecutor(self.count, "insitu-training") if self.count > 1 else None
 
     def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:

@@ -74,7 +74,7 @@ class States:
         record = read_record(self.saved.job_of(version))
         before = record and record.job and record.job.weights
         if before and (served := state.policy.served()) is not None and fingerprint(served) != before:
-            reason = "its libraries, their versions or the processor are others now"
+            reason = "its libraries, their versions, the processor or the number of its cores are others now"
             logger.warning("version %d, trained again, has other weights than it had: %s", version, reason)
 
     def restore(self, settings: TrainingSettings, base: int = 0) -> TrainState:
