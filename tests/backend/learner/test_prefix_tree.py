@@ -427,7 +427,7 @@ def test_micro_batches_stretch_where_one_is_computed_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
 ) -> None:
     """Two cores compute two at once, of which neither may become longer."""
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("insitu.backend.learner.checkpoints.usable_cores", lambda: cores)
     loaded = load_model(str(save_tiny_model(tmp_path / "model", "llama")), "cpu")
     rng = np.random.default_rng(0)
     prompt, ends = rng.integers(0, 256, 40), rng.integers(0, 256, (4, 10))
