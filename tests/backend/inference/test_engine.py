@@ -342,6 +342,17 @@ async def at_once(
     return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), HANGS)
 
 
+async def together(
+    engine: Engine, compute: ComputeThread, each: Sequence[SamplingParams], prompts: Sequence[list[int]]
+) -> list[Sampled]:
+    return [pairs(piece) for (piece,) in await at_once(engine, compute, each, prompts)]
+
+
+async def alone(engine: Engine, each: Sequence[SamplingParams], prompts: Sequence[list[int]]) -> list[Sampled]:
+    pieces = [await engine.complete(asks(prompt, [one])) for prompt, one in zip(prompts, each, strict=True)]
+    return [pairs(piece) for (piece,) in pieces]
+
+
 async def test_requests_of_a_step_that_fails_are_all_answered(tmp_path):
     """Also those that ended in it, or were about to begin; what they held is given back."""
     loaded = load_model(str(save_tiny_model(tmp_path, vocab_size=2**19)), "cpu")
@@ -436,10 +447,7 @@ async def test_sums_over_most_of_a_block_do_not_depend_on_the_other_requests(tmp
     prompts = [[random.Random(count).randrange(256) for _ in range(count)] for count in (120, 140, 160, 180, 200, 230)]
     each = [params(seed, 20) for seed in range(len(prompts))]
     async with running(loaded, compute=(compute := ComputeThread()), prefix_bytes=0, threads=3) as engine:
-        together = await at_once(engine, compute, each, prompts)
-        for prompt, one, (piece,) in zip(prompts, each, together, strict=True):
-            (alone,) = await engine.complete(asks(prompt, [one]))
-            assert pairs(alone) == pairs(piece)
+        assert await alone(engine, each, prompts) == await together(engine, compute, each, prompts)
 
 
 async def test_tokens_of_an_expert_do_not_depend_on_the_other_requests(tmp_path):
@@ -449,10 +457,7 @@ async def test_tokens_of_an_expert_do_not_depend_on_the_other_requests(tmp_path)
     prompts = [[random.Random(count).randrange(256) for _ in range(count)] for count in (3, 9, 20, 61, 100)]
     each = [params(seed, 8) for seed in range(len(prompts))]
     async with running(loaded, compute=(compute := ComputeThread()), prefix_bytes=0, threads=2) as engine:
-        together = await at_once(engine, compute, each, prompts)
-        for prompt, one, (piece,) in zip(prompts, each, together, strict=True):
-            (alone,) = await engine.complete(asks(prompt, [one]))
-            assert pairs(alone) == pairs(piece)
+        assert await alone(engine, each, prompts) == await together(engine, compute, each, prompts)
 
 
 async def test_threads_do_not_share_the_columns_of_a_single_product(tmp_path):
@@ -464,9 +469,7 @@ async def test_threads_do_not_share_the_columns_of_a_single_product(tmp_path):
     each, results = [params(seed, 6) for seed in range(len(prompts))], []
     for threads in (1, 3, 6):
         async with running(loaded, compute=(compute := ComputeThread()), threads=threads) as engine:
-            together = await at_once(engine, compute, each, prompts)
-            alone = [await engine.complete(asks(prompt, [one])) for prompt, one in zip(prompts, each, strict=True)]
-            results += [[pairs(piece) for (piece,) in pieces] for pieces in (together, alone)]
+            results += [await together(engine, compute, each, prompts), await alone(engine, each, prompts)]
     assert all(result == results[0] for result in results)
 
 

@@ -34,6 +34,7 @@ _CHECKED_LENGTH = 8
 _CHECKED_BYTES = 64 * 2**20
 """Maximum memory of the check's windows and logits."""
 _FEW_ROWS = 32
+"""The most that a step of a single sequence may have to compute."""
 _WIDTH = 64
 """Positions of the windows in the check."""
 _PROMPTS, _PART = 4, 5
