@@ -156,6 +156,21 @@ def test_what_takes_less(values: dict[str, Any]) -> None:
     )
 
 
+def test_cores_compute_micro_batches_of_a_small_model_at_once() -> None:
+    """Eight at most, and no more than a job has tokens for."""
+
+    def activations(hidden: int, cores: int, tokens: int = 10**6) -> int:
+        sizes = {"vocab_size": 512, "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": 4}
+        shape = model_shape({"model_type": "llama", **sizes} | {"num_attention_heads": 4, "num_key_value_heads": 2})
+        assert shape is not None
+        return memory_budget(shape, Workload(job_tokens=tokens, cores=cores)).activations
+
+    of_small, of_large = ([activations(hidden, cores) for cores in (1, 4, 8, 64)] for hidden in (64, 512))
+    assert of_small == [pytest.approx(count * of_small[0], rel=1e-6) for count in (1, 4, 8, 8)]
+    assert len({*of_large}) == 1
+    assert activations(64, 8, tokens=2048) == of_small[0]
+
+
 def test_a_cpu_samples_in_bfloat16_with_packed_weights_and_exact_attention() -> None:
     exact, rounded, quantized, on_gpu = (
         memory_budget(shape_of(SMOL), Workload(lora_rank=16, **values))

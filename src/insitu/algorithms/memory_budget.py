@@ -24,6 +24,8 @@ ACTIVATION_BYTES, LEAST_MICRO_BATCH = 640 << 20, 256
 """Memory of a micro-batch's activations on a CPU that limits its tokens, but not to fewer than these."""
 FRAGMENTS = 1.25
 """Memory of activations, as a multiple of their size: what a micro-batch frees does not fit the next one exactly."""
+ROUND = 8
+"""Micro-batches of a small model that cores share. It does not follow from their number, and so gradients do not."""
 SMALL_MODEL = 5_000_000
 """Parameters below which a CPU's operations are too short to be split over threads."""
 KV_SHARE = 0.5
@@ -113,8 +115,8 @@ class Workload:
     share; `job_tokens` is the number of tokens that a training job computes; `versions` are the trained versions that
     are loaded to sample from, besides the starting weights. Without `trains`, the model is only served.
     `lora_parameters` are those of the adapters for each rank; None: of adapters in all layers. `whole_embeddings`: how
-    many of the embeddings and the head are trained whole beside adapters. A CPU samples in bfloat16 with a packed copy
-    of the matrices, and keys and values in float32.
+    many of the embeddings and the head are trained whole beside adapters. Each of the `cores` may compute a micro-batch
+    of a small model. A CPU samples in bfloat16 with a packed copy of the matrices, and keys and values in float32.
     """
 
     dtype: str = "float32"
@@ -132,6 +134,7 @@ class Workload:
     kv_memory: int | None = None
     versions: int = 1
     on_gpu: bool = False
+    cores: int = 1
 
 
 @dataclass(frozen=True)
@@ -207,8 +210,9 @@ def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:
         limit = min(limit, max(LEAST_MICRO_BATCH, ACTIVATION_BYTES // (size * shape.lora)))  # inputs and outputs
     longest = workload.request_tokens  # a row is not split, and others that share its prompt are added
     longest += min(workload.prompt_tokens, longest, limit)
-    tokens = min(workload.job_tokens, max(limit, longest)) if workload.trains else 0
-    logits = LOGIT_COPIES * min(tokens, CHUNK_LOGITS // shape.vocab) + SAMPLED_COPIES * workload.concurrency
+    at_once = min(workload.cores, ROUND) if shape.parameters < SMALL_MODEL and not workload.on_gpu else 1
+    tokens = min(workload.job_tokens, at_once * max(limit, longest)) if workload.trains else 0
+    logits = LOGIT_COPIES * min(tokens, at_once * (CHUNK_LOGITS // shape.vocab)) + SAMPLED_COPIES * workload.concurrency
     return MemoryBudget(
         workload,
         weights=weights,

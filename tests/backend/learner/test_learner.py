@@ -707,3 +707,21 @@ def test_jobs_that_would_fail_are_known_before_they_have_rows(llama, tmp_path):
     resumed = Learner(load_model(str(full.checkpoint), "cpu"), tmp_path / "e")
     resumed.verify(TrainingSettings())
     assert "there is no folder" in refusal(resumed, kl={"beta": 0.1})
+
+
+@pytest.mark.parametrize("attention", ["padded", "packed"])
+def test_a_small_models_weights_do_not_depend_on_the_number_of_cores(llama, tmp_path, monkeypatch, attention):
+    """A run may continue on another machine."""
+    rng, rows = np.random.default_rng(0), []
+    for number in range(48):
+        prompt, length = [number // 8] * 20, rng.integers(20, 50)
+        tokens = np.array([*prompt, *rng.integers(0, 256, length)], np.int32)
+        advantages = np.full(length, rng.normal())
+        rows.append(Row(tokens, np.arange(20, 20 + length), np.full(length, -5, np.float32), advantages))
+    weights = set()
+    for cores in (1, 2, 3, 8):
+        monkeypatch.setattr("insitu.backend.learner.checkpoints.usable_cores", lambda cores=cores: cores)
+        learner = Learner(llama, tmp_path / str(cores))
+        train(learner, rows, mini_batch_size=32, attention=attention)
+        weights.add((learner.saved.folder / "step_000001/model.safetensors").read_bytes())
+    assert len(weights) == 1

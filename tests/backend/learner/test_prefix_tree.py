@@ -422,13 +422,10 @@ def test_a_prompt_longer_than_a_micro_batch_is_computed_once_for_several_rows() 
     assert sizes(turns, 600) == [(4, 3000)]
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-def test_micro_batches_stretch_where_one_is_computed_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
-) -> None:
-    """Two cores compute two at once, of which neither may become longer."""
-    monkeypatch.setattr("insitu.backend.learner.checkpoints.usable_cores", lambda: cores)
-    loaded = load_model(str(save_tiny_model(tmp_path / "model", "llama")), "cpu")
+@pytest.mark.parametrize("words", [512, 1 << 18])
+def test_micro_batches_stretch_where_one_is_computed_at_a_time(tmp_path: Path, words: int) -> None:
+    """Workers compute several of a small model at once, of which none may become longer."""
+    loaded = load_model(str(save_tiny_model(tmp_path / "model", "llama", vocab_size=words)), "cpu")
     rng = np.random.default_rng(0)
     prompt, ends = rng.integers(0, 256, 40), rng.integers(0, 256, (4, 10))
     tokens = [np.concatenate([prompt, end]).astype(np.int32) for end in ends]
@@ -436,7 +433,7 @@ def test_micro_batches_stretch_where_one_is_computed_at_a_time(
     settings = {"attention": "packed", "micro_batch_tokens": 50}
     metrics = train(Learner(loaded, tmp_path / "learner"), rows, **settings)[0].metrics
     assert metrics["row_tokens"] == 4 * 49
-    assert metrics["computed_tokens"] == (40 + 4 * 9 if cores == 1 else 4 * 49)
+    assert metrics["computed_tokens"] == (4 * 49 if words == 512 else 40 + 4 * 9)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])

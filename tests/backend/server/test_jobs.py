@@ -632,7 +632,21 @@ async def test_the_oldest_ended_jobs_are_forgotten(loaded, tmp_path):
         assert (tmp_path / "jobs" / f"{ids[0]}.json").exists()
 
 
-async def test_sampling_continues_while_a_checkpoint_is_written(loaded, tmp_path, monkeypatch):
+@pytest.fixture
+def before_writing(monkeypatch):
+    """Sets what is called before the optimizer of a checkpoint is written."""
+
+    def set_call(call):
+        def write(*args):
+            call()
+            write_optimizer(*args)
+
+        monkeypatch.setattr("insitu.backend.learner.checkpoints.write_optimizer", write)
+
+    return set_call
+
+
+async def test_sampling_continues_while_a_checkpoint_is_written(loaded, tmp_path, before_writing):
     """A checkpoint's files may take many seconds to be written and hashed."""
     steps, continued = threading.Semaphore(0), []
 
@@ -640,13 +654,12 @@ async def test_sampling_continues_while_a_checkpoint_is_written(loaded, tmp_path
         steps.release()
         return True
 
-    def write(*args):
+    def wait_for_steps():
         while steps.acquire(blocking=False):  # those before
             pass
         continued.append(all(steps.acquire(timeout=20) for _ in range(3)))
-        write_optimizer(*args)
 
-    monkeypatch.setattr("insitu.backend.learner.checkpoints.write_optimizer", write)
+    before_writing(wait_for_steps)
     async with serving(loaded, tmp_path) as backend:
         backend.compute.sampling_step = sampling_step
         _, job = await backend.post(lines([row()]))
@@ -674,23 +687,22 @@ async def test_a_job_that_is_canceled_twice_has_stopped_after_both(loaded, tmp_p
         assert backend.learner.version == 0
 
 
-async def test_a_job_that_is_canceled_while_its_checkpoint_is_written_leaves_none(loaded, tmp_path, monkeypatch):
+async def test_a_job_that_is_canceled_while_its_checkpoint_is_written_leaves_none(loaded, tmp_path, before_writing):
     async with serving(loaded, tmp_path) as backend:
         writing = asyncio.Event()
 
-        def write(*args):
+        def wait_for_cancel():
             loop.call_soon_threadsafe(writing.set)
             wait_until(backend.jobs.find_by_idempotency_key("run/1").task.cancelling)
-            write_optimizer(*args)
 
         loop = asyncio.get_running_loop()
-        with monkeypatch.context() as patch:
-            patch.setattr("insitu.backend.learner.checkpoints.write_optimizer", write)
-            _, job = await backend.post(lines([row()]), Idempotency_Key="run/1")
-            await writing.wait()
-            _, state = await backend.post(path=f"{JOBS}/{job['id']}/cancel")
-            assert state["status"] == "canceled"
+        before_writing(wait_for_cancel)
+        _, job = await backend.post(lines([row()]), Idempotency_Key="run/1")
+        await writing.wait()
+        _, state = await backend.post(path=f"{JOBS}/{job['id']}/cancel")
+        assert state["status"] == "canceled"
         assert (backend.learner.version, backend.published) == (0, [])
         assert not list((tmp_path / "checkpoints").glob("step_*"))
+        before_writing(lambda: None)
         _, job = await backend.post(lines([row()]))
         assert (await backend.events(job["id"]))[-1]["policy_version"] == 1

@@ -249,6 +249,8 @@ class Ranks:
 
     index = 0
     count = 1
+    on_machine = 1
+    """Those of them that share this machine's cores."""
     shards_weights = False
     """Whether a forward pass exchanges weights, so that all ranks must run equally many."""
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from insitu.algorithms.memory_budget import SMALL_MODEL
+from insitu.algorithms.memory_budget import ROUND, SMALL_MODEL
 from insitu.backend.learner.batches import ALONE, MicroBatch, Ranks, is_sharded
 from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.logprobs import LogprobComputer, TokenLogprobs
@@ -35,19 +35,20 @@ from insitu.schemas.training_jobs import TrainingSettings
 T = TypeVar("T")
 R = TypeVar("R")
 
-MAX_WORKERS = 8
-"""Micro-batches that are computed in parallel, each with its activations and gradients in memory."""
-
 
 class Workers:
-    """Uses a CPU's cores: `count` micro-batches in parallel for a small model, else threads within each operation."""
+    """Uses a CPU's cores: `count` micro-batches in parallel for a small model, else threads within each operation.
+
+    A `round` of micro-batches is computed, by all ranks, before their gradients are summed.
+    """
 
     def __init__(self, loaded: LoadedModel, ranks: Ranks = ALONE) -> None:
-        cores = max(1, usable_cores() // ranks.count)
+        cores = max(1, usable_cores() // ranks.on_machine)
         self.is_small = sum(parameter.numel() for parameter in loaded.module.parameters()) < SMALL_MODEL
         is_parallel = self.is_small and loaded.device.type == "cpu" and not ranks.shards_weights
-        self.count = min(cores, MAX_WORKERS) if is_parallel else 1
-        self._threads = (cores if self.count == 1 else 1) if loaded.device.type == "cpu" else None
+        self.round = max(ROUND, ranks.count) if is_parallel else ranks.count
+        self.count = min(cores, ROUND) if is_parallel else 1
+        self._threads = (1 if is_parallel else cores) if loaded.device.type == "cpu" else None
         self._pool = ThreadPoolExecutor(self.count, "insitu-training") if self.count > 1 else None
 
     def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:

@@ -25,7 +25,7 @@ from insitu.backend.learner.code import CodeFolder, scheduled
 from insitu.backend.learner.logprobs import FixedLogprobs
 from insitu.backend.learner.losses import kl_estimate, mean_of_clusters
 from insitu.backend.learner.objectives import KnownSums, LossOfRows, Objective, RowLogprobs, StepResult
-from insitu.backend.learner.packing import Packer, Sizes, kl_budget, kl_rows
+from insitu.backend.learner.packing import LEAST_SHARE, Packer, Sizes, kl_budget, kl_rows
 from insitu.backend.learner.policy import ReferenceWeights, activation_bytes
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.parts import load_named
@@ -170,7 +170,7 @@ class OptimizerLoop:
     def _packer(self) -> Packer:
         padded = Packer(self._rows, packed=False)
         packs = self._saves_by_trees(padded) and self._fits_window() and self._can_pack
-        stretches = self._device.type == "cpu" and self._state.workers.count * self._ranks.count == 1
+        stretches = self._device.type == "cpu" and self._state.workers.round == 1
         return Packer(self._rows, packed=True, stretches=stretches) if packs else padded
 
     def _saves_by_trees(self, packer: Packer) -> bool:
@@ -220,9 +220,10 @@ class OptimizerLoop:
         }
 
     def _rounds(self, units: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], ...]]:
-        """Yields one micro-batch of about equal length per worker of all ranks, until all rows are covered."""
-        count = self._state.workers.count * self._ranks.count
-        pending = self._packer.micro_batches(units, self._packer.even_share(units, self._max_tokens, count))
+        """Yields micro-batches of about equal length for the workers of all ranks, until all rows are covered."""
+        count = self._state.workers.round
+        least = LEAST_SHARE if count > self._ranks.count else 0
+        pending = self._packer.micro_batches(units, self._packer.even_share(units, self._max_tokens, count, least))
         while batches := tuple(itertools.islice(pending, count)):
             yield batches
 
@@ -315,7 +316,7 @@ class OptimizerLoop:
             loss = loss * self._weight
         if not has_gradient:
             return totals, ()
-        if self._state.workers.count > 1:
+        if self._state.workers.round > self._ranks.count:
             return totals, torch.autograd.grad(loss, self._parameters, allow_unused=True)
         (loss if counts else 0.0 * loss).backward()
         return totals, ()

@@ -13,6 +13,8 @@ from insitu.backend.learner.batches import MIN_SHARED, MicroBatch, Row, collate,
 
 KL_ROWS, KL_TOKENS = 128, 512
 """Maximum rows of the last step on which `kl` is measured; fewer once they have so many trained tokens."""
+LEAST_SHARE = 256
+"""Tokens of a micro-batch of a small model that are worth a thread's work."""
 KL_SHARE = 0.03
 """Maximum cost of `kl` as a share of the job's: that of its forward and backward passes."""
 
@@ -93,10 +95,15 @@ class Packer:
         if micro_batch:
             yield micro_batch
 
-    def even_share(self, units: Sequence[Sequence[int]], max_tokens: int, count: int) -> int:
-        """The tokens of a micro-batch if all units are spread evenly over rounds of `count` of them."""
+    def even_share(self, units: Sequence[Sequence[int]], max_tokens: int, count: int, least: int = 0) -> int:
+        """The tokens of a micro-batch if all units are spread evenly over rounds of `count` of them.
+
+        Of half as many, a quarter, ... at least two, if they would have fewer than `least`.
+        """
         sizes = [self._size(unit).tokens for tree in self._trees(units, max_tokens) for unit in tree]
         total = self._size(itertools.chain(*units)).tokens if self.packed else sum(sizes)
+        while count > 2 and total < count * least:
+            count //= 2
         rounds = -(-total // (max_tokens * count))
         return min(-(-total // max(rounds * count, 1)) + max(sizes, default=0), max_tokens)
 

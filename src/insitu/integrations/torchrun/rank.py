@@ -49,6 +49,7 @@ class ProcessGroup(Ranks):
 
     def __init__(self, device: torch.device, *, shards_weights: bool) -> None:
         self.index, self.count = dist.get_rank(), dist.get_world_size()
+        self.on_machine = int(os.environ["LOCAL_WORLD_SIZE"])
         self.shards_weights = shards_weights
         self._mesh = init_device_mesh(device.type, (self.count,))
         # Of CPU data, and without torch's time limit: rank 0 may wait hours for a job, or write a large file.

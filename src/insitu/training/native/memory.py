@@ -13,7 +13,7 @@ from insitu.config import Config
 from insitu.disk.gguf_files import model_sizes
 from insitu.disk.memory import machine_memory
 from insitu.disk.model_files import downloaded
-from insitu.disk.processor import cpu_dtype, processor_words
+from insitu.disk.processor import cpu_dtype, processor_words, usable_cores
 from insitu.errors import ConfigError, not_found
 from insitu.schemas.config import warn_once
 from insitu.schemas.evaluation import EvalInputItem
@@ -79,6 +79,7 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
         kv_memory=block.kv_memory,
         versions=1 + staleness,
         on_gpu=on_gpu,
+        cores=usable_cores(),
     )
     finetuning = config.finetuning
     kept = kept_versions(block.keep, finetuning.num_epochs, staleness, keeps_best=finetuning.validation is not None)
