@@ -311,12 +311,12 @@ def test_a_workflow_that_workers_cannot_import(cluster: RayCluster, refused: Pat
 
 
 def test_the_cost_of_an_episode_for_the_driver(cluster: RayCluster) -> None:
-    """2,000 episodes of 50 ms: at most 1.0 ms of CPU time of all threads of the process that trains."""
+    """CPU time of all threads of the process that trains, for 2,000 episodes of 50 ms, with the cluster and without."""
     benchmarks = Path(__file__).parents[2] / "benchmarks"
     command = [PYTHON, "ray_driver.py", cluster.address]
     environment = {**os.environ, **cluster.environment}
     done = subprocess.run(command, cwd=benchmarks, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     figures = json.loads(done.stdout)
     print(figures)
-    assert figures["episodes"] == 2000
-    assert figures["driver_cpu_ms_per_episode"] <= 1.0
+    assert figures["ray"]["episodes"] == figures["alone"]["episodes"] == 2000
+    assert figures["ray"]["cpu_ms_per_episode"] < figures["alone"]["cpu_ms_per_episode"]
