@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,30 @@ def test_the_trained_agent_answers(runs: Runs, method: str) -> None:
     done = run("eval", *options, "--dataset", "held_out.jsonl", "--reps", "2", folder=recorded.folder)
     assert done.returncode == 0, done.stderr
     assert "score" in done.stdout
+
+
+def test_the_page_has_the_tokens_of_a_call_and_their_probabilities(runs: Runs) -> None:
+    """Of which it makes colors."""
+    recorded = runs("LoRA")
+    expected = calls(recorded, EPOCHS)[0]
+    with serving("view", recorded.run, "--port", "0") as (_, address):
+        query = urllib.parse.urlencode({"episode": expected["episode"]})
+        with urllib.request.urlopen(f"{address}/api/episode?{query}") as response:
+            (shown,) = json.load(response)["calls"]
+    assert [token["id"] for token in shown["tokens"]] == expected["token_ids"]
+    assert [token["logprob"] for token in shown["tokens"]] == pytest.approx(expected["logprobs"], abs=1e-3)
+    text = "".join(token["text"] for token in shown["tokens"])
+    assert text.startswith(expected["message"]["content"])
+
+
+@pytest.mark.parametrize("method", ["all weights", "LoRA"])
+def test_weights_do_not_depend_on_the_number_of_threads(runs: Runs, method: str, tmp_path: Path) -> None:
+    recorded, alone = runs(method), Recorded(method, project(tmp_path, method))
+    command = ["taskset", "-c", "0", sys.executable, "-m", "insitu", "finetune", "--config_file", "config.yml"]
+    subprocess.run(command, cwd=alone.folder, check=True, capture_output=True)
+    for version in range(1, EPOCHS + 1):
+        ours, theirs = (next(each.checkpoint(version).glob("*model.safetensors")) for each in (recorded, alone))
+        assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_a_project_is_validated_and_examined(tmp_path: Path) -> None:
