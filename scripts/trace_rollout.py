@@ -28,7 +28,7 @@ BEGINS = {"finetune": "collect_epoch"}
 started is a matter of the machine."""
 BY_THE_CLOCK = {
     *("_hold_team", "is_alive", "_usage", "busy_seconds"),
-    *("memory_kills", "kill_counter", "_memory_cgroups", "numbers"),
+    *("memory_kills", "kill_counter", "own_cgroups", "numbers"),
     *("BackendProcess._count", "BackendProcess._counted", "BackendProcess.keep_running"),
 }
 """What a process does every second or so, or when other programs use the cores, however many episodes there are."""

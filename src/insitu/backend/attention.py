@@ -4,7 +4,7 @@ On a CPU, the causal flash kernel computes each node's attention to itself, seve
 One more call per node computes the attention of everything that continues it. The partial results of a token are merged
 by the logarithms of their softmax normalizers, as in FlashAttention (Dao et al. 2022, arXiv:2205.14135); the backward
 kernel takes the merged result and normalizer. So neither a mask nor a matrix of scores is built. On a GPU, flex
-attention with a block mask does the same.
+attention with a block mask does the same. At the end: what a model and its configuration say of its attention.
 
 Shapes: H heads, T tokens of all nodes, D head size.
 """
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -32,6 +32,8 @@ PADDING = 1.25
 FEW_SCORES = 100_000
 """Queries times keys, below which the backward kernel is faster in float32: its products in bfloat16 take longer to
 prepare than to compute."""
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Layer types that mix tokens by attention alone, over keys and values of single tokens."""
 _one_thread = threading.Lock()
 _CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
 
@@ -270,6 +272,31 @@ def attend_as_before(module: PreTrainedModel) -> None:
     """Undoes `attend_to_trees`."""
     if module.config._attn_implementation == ATTENTION:
         module.set_attn_implementation("sdpa")
+
+
+def text_config(module: Any) -> Any:
+    """Configuration of the language model, also if it is part of a larger model."""
+    return module.config.get_text_config()
+
+
+def layer_types(config: PreTrainedConfig) -> frozenset[str]:
+    """Names of transformers for the layers of a text model; none if all are alike."""
+    return frozenset(getattr(config, "layer_types", None) or ())
+
+
+def stateful_layers(module: nn.Module) -> list[str]:
+    """Types of layers that mix tokens otherwise than by attention: they have their own layer type, or a convolution."""
+    if kinds := layer_types(text_config(module)) - ATTENTION_LAYERS:
+        return sorted(kinds)
+    parts = ((layer, part) for layer in module.modules() for part in layer.children())
+    return sorted({type(layer).__name__ for layer, part in parts if isinstance(part, nn.Conv1d)})
+
+
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """Tokens that a token attends to in some layers of a text model; None if it is all in each."""
+    kinds = layer_types(config)
+    in_use = getattr(config, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)
+    return (getattr(config, "sliding_window", None) or None) if in_use else None
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -42,8 +42,6 @@ from insitu.formats.templates import chosen_template, template_error
 
 logger = logging.getLogger(__name__)
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Layer types that mix tokens by attention alone, over keys and values of single tokens."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -314,31 +312,6 @@ def _rope_limit(config: PreTrainedConfig) -> int | None:
 def free_memory(device: torch.device) -> int | None:
     """Bytes that are free where a model's weights are; None if the system does not say."""
     return available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-
-
-def text_config(module: Any) -> Any:
-    """Configuration of the language model, also if it is part of a larger model."""
-    return module.config.get_text_config()
-
-
-def layer_types(config: PreTrainedConfig) -> frozenset[str]:
-    """Names of transformers for the layers of a text model; none if all are alike."""
-    return frozenset(getattr(config, "layer_types", None) or ())
-
-
-def stateful_layers(module: nn.Module) -> list[str]:
-    """Types of layers that mix tokens otherwise than by attention: they have their own layer type, or a convolution."""
-    if kinds := layer_types(text_config(module)) - ATTENTION_LAYERS:
-        return sorted(kinds)
-    parts = ((layer, part) for layer in module.modules() for part in layer.children())
-    return sorted({type(layer).__name__ for layer, part in parts if isinstance(part, nn.Conv1d)})
-
-
-def sliding_window(config: PreTrainedConfig) -> int | None:
-    """Tokens that a token attends to in some layers of a text model; None if it is all in each."""
-    kinds = layer_types(config)
-    in_use = getattr(config, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)
-    return (getattr(config, "sliding_window", None) or None) if in_use else None
 
 
 @contextlib.contextmanager

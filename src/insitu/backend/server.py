@@ -22,6 +22,7 @@ import insitu
 from insitu.algorithms.memory_budget import Workload, memory_budget, model_shape
 from insitu.backend import BackendOptions
 from insitu.backend.active_waiting import active_waiting
+from insitu.backend.attention import text_config
 from insitu.backend.compute import ComputeThread, call_in_loop, set_outcome
 from insitu.backend.http import ApiRoute, openapi_document
 from insitu.backend.inference.engine import Engine
@@ -32,7 +33,7 @@ from insitu.backend.learner.batches import TrainsJobs
 from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learner import Learner, Learners
-from insitu.backend.model import LoadedModel, load_model, text_config
+from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.protocols import ServedModels, Services, protocol_routes
 from insitu.disk.files import available_memory, is_alive, readable_bytes, writable_folder
 from insitu.disk.folder_lock import FolderLock

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from insitu.backend.attention import stateful_layers, text_config
 from insitu.backend.inference.batches import Span
 from insitu.backend.inference.kv_pool import BLOCK, Block, Layout, Windows, tensors
 from insitu.backend.inference.runner import Runner, next_span
-from insitu.backend.model import stateful_layers, text_config
 from insitu.errors import BackendError
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from insitu.backend.attention import attend_to_trees
+from insitu.backend.attention import ATTENTION_LAYERS, attend_to_trees, layer_types, sliding_window, text_config
 from insitu.backend.inference.batches import Batch, DecodeBatch, PrefillBatch, SharedRows, Span
 from insitu.backend.inference.cuda_graphs import DecodeGraphs
 from insitu.backend.inference.kv_pool import BLOCK, Block, LayerShape, Layout, Windows
-from insitu.backend.model import ATTENTION_LAYERS, layer_types, sliding_window, text_config
 
 
 def next_span(prompt_length: int, done: int) -> tuple[int, int]:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from insitu.algorithms.memory_budget import CHUNK_LOGITS
-from insitu.backend.attention import attend_as_before, attend_to_trees
+from insitu.backend.attention import attend_as_before, attend_to_trees, sliding_window, stateful_layers, text_config
 from insitu.backend.learner.batches import MicroBatch, Ranks, Row, collate, pad
 from insitu.backend.learner.logit_offsets import LogitOffsets
-from insitu.backend.model import LoadedModel, sliding_window, stateful_layers, text_config
+from insitu.backend.model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
