@@ -33,8 +33,10 @@ from waiting import turns, until
 
 from insitu.config import load_config
 from insitu.disk.files import read_rows
+from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError, EpisodeTimeout, InsituError, WorkflowError
 from insitu.gateway import bubblewrap
+from insitu.gateway.cgroups import Cgroup
 from insitu.gateway.sandbox import unpack
 from insitu.plugin_api import Builder
 from insitu.schemas.episodes import EpisodeKey
@@ -789,6 +791,50 @@ async def test_what_cannot_be_hidden_is_refused(tested: Path, server: FakeOpenAI
             await outcome(tested, server, "", **block, workspace=workspace)
 
 
+async def test_results_that_come_into_being_are_hidden(project: Path, server: FakeOpenAI) -> None:
+    """Between episodes and during one, also the workspaces of others that are kept."""
+    os.mkfifo(project / "stop")
+    code = f"""
+import json, os, sys
+row = json.load(sys.stdin)['id']
+if row == 'first': open({str(project / "stop")!r}).read()
+print([files for _, *files in os.walk({str(project / "out")!r})])
+sys.exit(3 * (row == 'fails'))
+"""
+    async with agent(project, server, code, workspace={"copy": "task", "readable": ["."]}) as workflow:
+        first = asyncio.create_task(episode(workflow, "first"))
+        with await asyncio.to_thread(open, project / "stop", "w"):  # it is there
+            with pytest.raises(WorkflowError, match="its workspace is"):
+                await episode(workflow, "fails")
+            (project / "out/workflow_output.json").write_text("secret")
+        assert await first == "[[[], []]]"
+        assert await episode(workflow, "second") == "[[[], []]]"
+    assert {path.name for path in (project / "out").iterdir()} == {"workflow_output.json", "workspaces"}
+
+
+async def test_an_agent_locks_what_it_reads_until_it_ends(project: Path, server: FakeOpenAI) -> None:
+    """As the threat model says; but it does not see the folder of its run."""
+    os.mkfifo(project / "stop")
+    for name in ("out", "other"):
+        (project / name).mkdir()
+        (project / name / ".lock").touch()
+    code = f"""
+import fcntl, os
+print(os.listdir({str(project / "out")!r}))
+held = open({str(project / "other/.lock")!r})
+fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+open({str(project / "stop")!r}).read()
+"""
+    async with agent(project, server, code, workspace={"copy": "task", "readable": ["."]}) as workflow:
+        running = asyncio.create_task(episode(workflow))
+        with await asyncio.to_thread(open, project / "stop", "w"):  # it is there
+            FolderLock(project / "out", "output_dir").release()
+            with pytest.raises(ConfigError, match=r"output_dir: .*/other is in use by another process"):
+                FolderLock(project / "other", "output_dir", names_owner=False)
+        assert await running == "[]"
+        FolderLock(project / "other", "output_dir").release()
+
+
 async def test_a_verifier_that_misses_a_file_is_told_once(
     tested: Path, server: FakeOpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -955,7 +1001,7 @@ for number in range(100):
 signal.pause()
 """
 SPARSE = "import os\nos.truncate('number.txt', 300 * 2**30)"
-MANY_FILES = "import os\nfor number in range(1500): open(f'{number}', 'w').close()"
+MANY_FILES = "for number in range({}): open(f'{{number}}', 'w').close()"
 MEMORY_FILE = """
 import os, signal
 kept = os.memfd_create('kept')
@@ -969,10 +1015,35 @@ code = {TAKES.format(each=100)!r}
 running = [subprocess.Popen([sys.executable, '-c', code]) for _ in range(4)]
 [each.wait() for each in running]
 """
+TAKEN = """
+import subprocess, sys
+code = "kept = b'x' * (100 * 2**20); print('taken', flush=True); input()"
+running = [subprocess.Popen([sys.executable, '-c', code], stdin=-1, stdout=-1, text=True) for _ in range(4)]
+print([each.stdout.readline() for each in running])
+"""
 BURNS = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
+BURNS_UNCOUNTED = """
+import os, signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody's times have those of its children
+while True:
+    if os.fork() == 0:
+        while sum(os.times()[:2]) < 0.2: pass
+        os._exit(0)
+    try: os.wait()
+    except ChildProcessError: pass
+"""
+PAGE_TABLES = """
+import mmap, signal
+kept = mmap.mmap(-1, 2**38, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, mmap.PROT_READ)  # MAP_NORESERVE
+kept.madvise(mmap.MADV_NOHUGEPAGE)
+for place in range(0, 2**38, 2**21): kept[place]  # the same page of zeros each time, in a table of its own
+signal.pause()
+"""
+SPARSE_TOGETHER = "for number in range(5): open(f'{number}', 'w').truncate(8 * 2**20)"
 
 
 FULL = "No space left on device"
+MOST = {"folder_size": "20MiB", "file_size": "10MiB"}
 
 
 ENDLESS: dict[str, tuple[str, Any, str, list[str]]] = {
@@ -981,12 +1052,22 @@ ENDLESS: dict[str, tuple[str, Any, str, list[str]]] = {
     "temporary": (FILLS_TEMPORARY, {"folder_size": "20MiB"}, FULL, NETWORKS[:1]),
     "deleted": (KEEPS_DELETED, {"folder_size": "20MiB"}, FULL, NETWORKS[:1]),
     "sparse": (SPARSE, {"folder_size": "20MiB", "file_size": None}, "File too large", NETWORKS[:1]),
-    "files": (MANY_FILES, {"files": 1000}, "exceeded limits.files: 1000", NETWORKS),
+    "sparse-together": (SPARSE_TOGETHER, MOST, "exceeded limits.folder_size: 20971520", NETWORKS[:1]),
+    "sparse-kept": (
+        f"{SPARSE_TOGETHER}\nraise SystemExit(3)",
+        MOST,
+        "exceeded limits.folder_size: 20971520$",
+        NETWORKS[:1],
+    ),
+    "files": (MANY_FILES.format(1500), {"files": 1000}, "exceeded limits.files: 1000", NETWORKS),
+    "files-by-default": (MANY_FILES.format(140_000), {}, "exceeded limits.files: 100000", NETWORKS[:1]),
     "memory": (TAKES.format(each=400), {"memory": "200MiB"}, "exceeded limits.memory|MemoryError", NETWORKS),
     "together": (TOGETHER, {"memory": "250MiB"}, "exceeded limits.memory", NETWORKS),
+    "page-tables": (PAGE_TABLES, {"memory": "100MiB"}, "exceeded limits.memory", NETWORKS),
     "memfd": (MEMORY_FILE, {"memory": "100MiB"}, "exceeded limits.memory", NETWORKS),
     "sockets": (SOCKETS, {"sockets": 500}, "exceeded limits.sockets: 500", NETWORKS[:1]),
     "cpu": (BURNS, {"cpu_seconds": 0.5}, "exceeded limits.cpu_seconds: 0.5", NETWORKS),
+    "cpu-uncounted": (BURNS_UNCOUNTED, {"cpu_seconds": 0.5}, "exceeded limits.cpu_seconds: 0.5", NETWORKS),
     "file": ("open('x', 'wb').write(bytes(2**21))", {"file_size": "1MiB"}, "File too large", NETWORKS),
     "time": ("import signal; signal.pause()", None, "did not finish within timeout: 2 s", NETWORKS),
 }
@@ -1013,7 +1094,7 @@ async def test_an_agent_without_end_harms_no_other(
         "network": network,
         "verify": FIXED,
         "limits": limits or {},
-        "timeout": 30 if limits else 2,
+        "timeout": 2 if limits is None else 120,
     }
     async with agent(project, server, whole, **block) as workflow:
         bad = asyncio.create_task(episode(workflow, "bad"))
@@ -1087,7 +1168,10 @@ for family in (socket.AF_VSOCK, socket.AF_PACKET, socket.AF_ALG, 45):
     attempt(f'family {{family}}', lambda: socket.socket(family, socket.SOCK_DGRAM))
 attempt('uevents', lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 15))
 attempt('user namespace', lambda: subprocess.run(['unshare', '-U', 'true'], check=True, capture_output=True))
+attempt('mounts', lambda: subprocess.run(['unshare', '-Urm', 'true'], check=True, capture_output=True))
 libc = ctypes.CDLL(None, use_errno=True)
+attempt('memory of its own', lambda: libc.mount(b'x', b'/tmp', b'tmpfs', 0, 0) and 1 / 0)
+attempt('mount namespace', lambda: libc.unshare(0x20000) and 1 / 0)
 def call(number):
     assert libc.syscall(number, 0, 0, 0, 0, 0) == -1
     if ctypes.get_errno() == 1:
@@ -1241,6 +1325,9 @@ async def test_a_wrong_block_is_told(project: Path, server: FakeOpenAI, block: d
         await outcome(project, server, "", **block)
 
 
+WITHOUT_CGROUPS = ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs none /sys/fs/cgroup && exec "$0" "$@"']
+
+
 def play_under(limit: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Plays an episode of the workflow of a folder, started by a command."""
     script = """
@@ -1263,6 +1350,41 @@ async def test_files_may_be_limited_already(project: Path, server: FakeOpenAI) -
         pass
     done = play_under(["sh", "-c", 'ulimit -f 1000000 && exec "$0" "$@"'], project)
     assert done.stdout.startswith("{'answer': 'done', 'reward': 1.0"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "limits", "said"),
+    slow_after(
+        1,
+        [
+            (TAKES.format(each=400), {"memory": "200MiB"}, "MemoryError"),
+            (TAKEN, {"memory": "250MiB"}, str(["taken\n"] * 4)),
+            (BURNS, {"cpu_seconds": 1}, "SIGKILL"),
+        ],
+    ),
+)
+async def test_without_control_groups_each_process_has_the_limits(
+    project: Path, server: FakeOpenAI, code: str, limits: dict[str, Any], said: str
+) -> None:
+    async with agent(project, server, code, limits=limits, timeout=60):
+        pass
+    done = play_under(WITHOUT_CGROUPS, project)
+    assert said in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_says_whether_limits_are_of_each_process(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    small = ["-o", "finetuning.num_epochs", "1", "-o", "trajectory_builders.episodes.num_generations", "2"]
+    command = [sys.executable, "-m", "insitu", "finetune", "grpo.yml", *small, "-o", "finetuning.validation", "null"]
+    for start, said in (
+        (WITHOUT_CGROUPS, "each process alone: this account cannot make control groups here"),
+        ([], "all processes of an episode"),
+    ):
+        if start or Cgroup.own() is not None:
+            done = subprocess.run([*start, *command], cwd=example, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            assert f"  limits: of {said}\n" in done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from insitu.gateway.visible import (
     REPOSITORIES,
     VERIFIER_HINT,
     has_any,
+    is_in,
     misses_file,
     named,
     own_python,
@@ -130,8 +131,7 @@ class Workspaces:
         Raises ConfigError for folders that cannot be hidden.
         """
         own, template = self._config.folder.resolve(), self.keys.verify_files
-        private, variables = [own, *(path.parent for path in read_rows)], {**os.environ, **self.place.variables}
-        needed = {*self.place.visible, *with_targets(searched(variables, self.place.apart)), *self.named(self.command)}
+        private, needed = [own, *(path.parent for path in read_rows)], self._needed()
         if template is not None:
             key, fixed = "workflow.verify_files", template.partition("{")[0]
             fixed = fixed if fixed == template else os.path.dirname(fixed)
@@ -153,6 +153,11 @@ class Workspaces:
         yield from (path for folder in private for path in repositories(folder))
         yield from (*read_rows, self.root.parent)
 
+    def _needed(self) -> set[Path]:
+        """What agents see besides the system's folders."""
+        variables = {**os.environ, **self.place.variables}
+        return {*self.place.visible, *with_targets(searched(variables, self.place.apart)), *self.named(self.command)}
+
     def named(self, command: Sequence[str]) -> set[Path]:
         """What a command of the file names; see `visible.named`."""
         search = self.place.variables.get("PATH", os.environ.get("PATH"))
@@ -165,6 +170,9 @@ class Workspaces:
         place = self.place
         readable = [self._config.find_path(path, "workflow.workspace.readable") for path in self.settings.readable]
         place.visible = with_targets([*own_python(place.apart), *readable])
+        if place.isolated and self.settings.keep != "none" and is_in(self.run_dir.resolve(), self._needed()):
+            with suppress(OSError):  # then nothing is kept there, either
+                self.run_dir.mkdir(parents=True, exist_ok=True)  # later, it would not be hidden from agents that run
         place.hidden = {Path(os.path.realpath(path)) for path in self._hidden()}
         if place.isolated:
             find_bubblewrap()
