@@ -7,14 +7,13 @@ from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from importlib import import_module
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from insitu.errors import ConfigError, PluginError, foreign_errors, needing, not_found
-from insitu.registry import FRAMEWORK_GROUP, frameworks, registry
+from insitu.errors import ConfigError, PluginError, foreign_errors
+from insitu.registry import of_framework, registry
 from insitu.schemas.components import (
     WORKFLOW,
     FunctionBaseConfig,
@@ -26,7 +25,6 @@ from insitu.schemas.components import (
 from insitu.schemas.config import Config
 from insitu.schemas.evaluation import EvaluatorInfo
 from insitu.schemas.finetuning import FinetuneRunConfig, PolicyEndpoint
-from insitu.schemas.installed import entry_points
 from insitu.schemas.kinds import (
     EVALUATOR,
     EXECUTOR,
@@ -72,16 +70,6 @@ def name_being_built() -> str:
 def builder_at_work() -> "Builder | None":
     """The builder whose factory is running, for components that are constructed without one."""
     return _building.get()[0]
-
-
-def of_framework(framework: str, where: str, what: str) -> EntryPoint:
-    """The entry point of a framework, whose module can be imported."""
-    if framework not in frameworks():
-        raise ConfigError(not_found(f"{where}: the framework", framework, frameworks()))
-    point = entry_points(FRAMEWORK_GROUP)[framework]
-    with needing(framework.replace("_", "-"), f"{where}, requested as a {what} of {framework},"):
-        point.load()
-    return point
 
 
 class Builder:
@@ -282,7 +270,7 @@ class Builder:
         framework = str(wrapper_type).lower()
 
         async def wrap() -> Any:
-            return of_framework(framework, f"llms.{name}", "model").load()(llm)
+            return of_framework(framework, f"llms.{name}", "requested as a model of").load()(llm)
 
         return await self._once((f"llms as {framework}", name), wrap)
 
@@ -308,7 +296,7 @@ class Builder:
         framework, where = str(wrapper_type).lower(), f"functions.{function.name}"
 
         async def wrap() -> Any:
-            module = import_module(of_framework(framework, where, "tool").module)
+            module = import_module(of_framework(framework, where, "requested as a tool of").module)
             if not hasattr(module, "make_tool"):
                 raise ConfigError(f"{where} is requested as a tool of {framework}, for which insitu makes no tools")
             return module.make_tool(function)

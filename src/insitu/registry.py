@@ -19,9 +19,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import EntryPoint
 from typing import Any, TypeVar
 
-from insitu.errors import PluginError, not_found
+from insitu.errors import ConfigError, PluginError, needing, not_found
 from insitu.schemas import kinds
 from insitu.schemas.components import TypedBaseModel
 from insitu.schemas.installed import entry_points
@@ -202,3 +203,13 @@ register_trainer = decorator(kinds.TRAINER)
 def frameworks() -> list[str]:
     """The names of `wrapper_type`: insitu's agent frameworks and those of installed packages."""
     return sorted(entry_points(FRAMEWORK_GROUP).names)
+
+
+def of_framework(framework: str, where: str, how: str) -> EntryPoint:
+    """The entry point of a framework, whose module can be imported. `how` says what `where` needs it for."""
+    if framework not in frameworks():
+        raise ConfigError(not_found(f"{where}: the framework", framework, frameworks()))
+    point = entry_points(FRAMEWORK_GROUP)[framework]
+    with needing(framework.replace("_", "-"), f"{where}, {how} {framework},"):
+        point.load()
+    return point

@@ -1,5 +1,6 @@
 """The command line as processes: quick help, exit codes, and messages that name the mistake."""
 
+import importlib.util
 import os
 import signal
 import socket
@@ -227,22 +228,37 @@ def test_validate_checks_what_finetune_checks_and_starts_nothing(tmp_path: Path)
     assert (done.returncode, done.stderr) == (0, f"llms.player.max_tokens is 256, but the model has {room}\n")
 
 
-def test_a_framework_that_insitu_does_not_know_is_refused_when_the_file_is_read(write: Any) -> None:
+@pytest.mark.parametrize(
+    ("framework", "problem"),
+    [
+        (
+            "langgrap",
+            "functions.inner: the framework of _type 'graph', 'langgrap' does not exist (did you mean 'langgraph'?); "
+            "available: adk, agno, ",
+        ),
+        (
+            "semantic_kernel",
+            "functions.inner, whose _type 'graph' is registered with the framework semantic_kernel, needs the extra "
+            "semantic-kernel (pip install -e '.[semantic-kernel]' in ",
+        ),
+    ],
+    ids=["unknown", "not installed"],
+)
+def test_a_framework_that_is_not_there_is_refused_when_the_file_is_read(
+    framework: str, problem: str, write: Any
+) -> None:
+    if importlib.util.find_spec(framework) is not None:
+        pytest.skip(f"{framework} is installed")
     write(
         "from insitu.plugin_api import FunctionBaseConfig, register_function\n"
         "class Config(FunctionBaseConfig, name='graph'): ...\n"
-        "@register_function(config_type=Config, framework_wrappers=['langgrap'])\n"
+        f"@register_function(config_type=Config, framework_wrappers=[{framework!r}])\n"
         "async def graph(config, builder):\n"
         "    yield lambda text: text\n",
         "graphs.py",
     )
     path = project(write, general={"plugins": ["graphs", "plain_parts"]}, functions={"inner": {"_type": "graph"}})
-    done = insitu("validate", path)
-    assert_refused(
-        done,
-        "functions.inner: the framework of _type 'graph', 'langgrap' does not exist (did you mean 'langgraph'?); "
-        "available: adk, agno, ",
-    )
+    assert_refused(insitu("validate", path), problem)
 
 
 # evaluating

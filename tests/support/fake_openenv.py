@@ -14,7 +14,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from aiohttp import web
@@ -32,6 +32,10 @@ class FakeOpenEnv:
         self.actions: list[dict[str, Any]] = []
         self.cookies: list[dict[str, str]] = []
         self.failures = Counter[str]()
+        self.unasked = 0
+        """Messages that each session sends before its first request."""
+        self.sent = 0
+        """Those that it has sent."""
         self._refusals, self._accepts = 0, True
         self.url = ""
         kinds = {"message": "string"} if fields is None else fields
@@ -80,6 +84,10 @@ class FakeOpenEnv:
         self.open += 1
         self.most = max(self.most, self.open)
         try:
+            with suppress(ConnectionError):  # the client has left
+                for _ in range(self.unasked):
+                    await self._answer(socket, {"text": "unasked" * 10_000}, 1.0, False)
+                    self.sent += 1
             await self._play(socket, request)
         finally:
             self.open -= 1

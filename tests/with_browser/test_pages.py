@@ -1,5 +1,6 @@
 """What each page of `insitu view` shows, on runs that are finished, failed, not begun, and damaged."""
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -169,7 +170,7 @@ def test_a_run_that_has_not_begun_has_no_numbers(open_page: Open) -> None:
     expect(page.get_by_text("No group has been completed yet.")).to_be_visible()
 
 
-def test_the_rewards_of_pairs_and_of_episodes_have_names_of_their_own(open_page: Open) -> None:
+def test_the_rewards_of_pairs_and_of_episodes_have_names_of_their_own(open_page: Open, runs: Path) -> None:
     page = open_page("/run", run="preferences")
     titles = page.locator(".chart .title").all_inner_texts()
     assert len({*titles}) == len(titles)
@@ -179,6 +180,11 @@ def test_the_rewards_of_pairs_and_of_episodes_have_names_of_their_own(open_page:
         "Episodes with a reward",
     ]
     expect(page.locator(".fact").filter(has_text="Training reward")).to_contain_text("0.500")
+    with gzip.open(runs / "preferences/episodes.jsonl.gz", "rt") as file:
+        played = [line for line in map(json.loads, file) if line.get("epoch") == 1]
+    collected = len([line for line in played if line["reward"] is not None])
+    speed = f"Episodes collected per second. preferences: {collected / 31:.3f}/s at epoch 1"
+    expect(page.get_by_role("img", name=speed)).to_have_count(1)
     episode = open_page("/episode", run="preferences", episode="insitu_run_preferences/1/row-000/0/0")
     expect(episode.locator(".fact").filter(has_text="Reward")).to_contain_text("1.000")
     expect(episode.locator(".pair .cell.chosen").first).to_contain_text("reward 1.000")
@@ -187,6 +193,22 @@ def test_the_rewards_of_pairs_and_of_episodes_have_names_of_their_own(open_page:
 def test_a_failed_run_says_why(open_page: Open) -> None:
     page = open_page("/run", run="failed")
     expect(page.get_by_role("alert")).to_contain_text("the training job of epoch 2 failed: CUDA out of memory")
+    expect(page.locator("main")).not_to_contain_text(".py")
+
+
+def test_a_row_whose_episodes_teach_nothing_says_why(tmp_path: Path, open_page: Open) -> None:
+    run = MadeRun(tmp_path / "run")
+    run.group(1, "row-000", [(short(run.chance, each), 1.0) for each in range(4)])
+    reason = {"metadata": {"dropped": "no_variance"}}
+    run.with_advantages = [(each.model_copy(update=reason), {}) for each, _ in run.with_advantages]
+    run.group(1, "row-001", [(short(run.chance, each), float(each % 2)) for each in range(4)])
+    run.end_epoch(1, dropped={"no_variance": 4})
+    run.end()
+    with view_server(tmp_path) as url:
+        page = open_page("/run", url=url, refused=True, run="run")
+        rows = page.get_by_role("row")
+        expect(rows.filter(has_text="row-000").get_by_role("cell").last).to_have_text("4 no_variance")
+        expect(rows.filter(has_text="row-001").get_by_role("cell").last).not_to_contain_text("no_variance")
 
 
 def test_a_run_that_collected_nothing_has_no_empty_chart(tmp_path: Path, open_page: Open) -> None:

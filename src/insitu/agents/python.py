@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel, Field
 
 from insitu.agents.frameworks import sync_client, with_defaults
-from insitu.builder import Builder, name_being_built, of_framework
+from insitu.builder import Builder, name_being_built
 from insitu.config import Config
 from insitu.config.code import called, input_binder, is_blocking, load_code, parameters, statements_of
 from insitu.errors import ConfigError, WorkflowError, a_type
-from insitu.registry import FRAMEWORK_GROUP
+from insitu.registry import FRAMEWORK_GROUP, of_framework
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, LLMRef
 from insitu.schemas.installed import entry_points
 from insitu.schemas.kinds import FUNCTION, LLM
@@ -128,7 +128,7 @@ class PythonConfig(FunctionBaseConfig, name="python"):
 
     def check_code(self, where: str, folder: Path, llms: Collection[str]) -> None:
         if self.framework is not None:
-            of_framework(self.framework.lower(), f"{where}.framework", "model")
+            of_framework(self.framework.lower(), f"{where}.framework", "requested as a model of")
         CheckedCode.of(self, where, folder, llms)
 
     def lacks_model(self) -> str | None:

@@ -28,7 +28,7 @@ from insitu.config.resolved import nested
 from insitu.config.short_form import OF_ADAPTER, PARTS, expanded
 from insitu.config.yaml_loader import expand, value_type
 from insitu.errors import ConfigError, did_you_mean, key_of, not_found
-from insitu.registry import frameworks, registry
+from insitu.registry import frameworks, of_framework, registry
 from insitu.schemas.components import WORKFLOW, CodeRef, TypedBaseModel, frozen
 from insitu.schemas.config import Config, EvalGeneralConfig, GeneralConfig, file_name_problem, matching_llms, warn_once
 from insitu.schemas.evaluation import EvaluatorBaseConfig
@@ -210,6 +210,9 @@ class Validator:
         for name in registration.frameworks:
             if name not in existing:
                 self.problems.append(not_found(f"{where}: the framework of _type {block['_type']!r},", name, existing))
+            else:
+                how = f"whose _type {block['_type']!r} is registered with the framework"
+                self._import(partial(of_framework, name, where, how))
         if "reward" in block and takes_reward(registration.config_type):
             self._unused(f"{where}.reward", "finetuning.reward_function")
             block = {key: value for key, value in block.items() if key != "reward"}

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import threading
 from pathlib import Path
 
 import jsonschema
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 from test_engine import asks, pairs, params, running
 from test_sampling_parameters import PROMPT, ids
 from tiny_models import save_tiny_model
+from waiting import turns, until
 
-from insitu.backend.inference.structured import Grammar
+from insitu.backend.inference.structured import Grammar, SharedCompiler
 from insitu.backend.model import load_model
 from insitu.backend.protocols.openai.parameters import SamplingParameters
 from insitu.errors import BackendError, RequestRefused
@@ -226,3 +228,64 @@ for _ in range(300):
 def test_a_grammar_that_cannot_be_read_or_takes_long_is_refused(parameters: dict, message: str) -> None:
     with pytest.raises(RequestRefused, match=message):
         _ = SamplingParameters(**parameters).grammar
+
+
+class HeldCompiler(SharedCompiler):
+    """Notes what it begins to compile, and ends each when it is told to."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(load_model(str(model), "cpu").tokenizer, [EOS], 512)
+        self.begun: list[str] = []
+        self.may_end = threading.Semaphore(0)
+
+    def compile(self, grammar: Grammar):
+        self.begun.append(grammar.text)
+        self.may_end.acquire()
+        return super().compile(grammar)
+
+
+async def test_a_short_grammar_waits_for_a_single_one_of_a_client_that_sends_many_long_ones(model):
+    compiler, done = HeldCompiler(model), []
+
+    async def ask(text: str) -> None:
+        await compiler.matchers([Grammar("regex", text), None])
+        done.append(text)
+
+    long = [number * "a" for number in (900, 700, 800)]
+    asked = [asyncio.create_task(ask(text)) for text in long]
+    await until(lambda: compiler.begun)
+    asked += [asyncio.create_task(ask("b+")) for _ in range(2)]
+    await turns()
+    assert compiler.begun == long[:1]
+    compiler.may_end.release(4)
+    await asyncio.gather(*asked)
+    assert compiler.begun == [long[0], "b+", long[1], long[2]]
+    assert done == [long[0], "b+", "b+", long[1], long[2]]
+
+
+async def test_a_client_that_leaves_lets_no_second_grammar_be_compiled_beside_its_own(model):
+    """And one that waits gives up its turn."""
+    compiler = HeldCompiler(model)
+    first, second, third = [
+        asyncio.create_task(compiler.matchers([Grammar("regex", text)])) for text in ("a+", "b+", "c+")
+    ]
+    await until(lambda: compiler.begun)
+    for task in (first, second):
+        task.cancel()
+    await turns()
+    assert (first.cancelled(), second.cancelled(), compiler.begun) == (True, True, ["a+"])
+    compiler.may_end.release(2)
+    assert len(await third) == 1
+    assert compiler.begun == ["a+", "c+"]
+    assert len(await compiler.matchers([Grammar("regex", "a+")])) == 1  # what was compiled is kept
+
+
+async def test_a_grammar_that_would_take_long_to_compile_is_refused(model):
+    properties = {f"key{number}": {"type": "integer"} for number in range(8000)}
+    text = json.dumps({"type": "object", "properties": properties, "additionalProperties": False})
+    async with running(model) as engine:
+        with pytest.raises(RequestRefused, match=r"grammar size .* too big") as refused:
+            await engine.complete(asks(PROMPT, [params(0, 5, grammar=Grammar("json", text))]))
+        assert refused.value.status == 400
+        (output,) = await engine.complete(asks(PROMPT, [params(0, 5, grammar=Grammar("regex", "a{5}"))]))
+    assert output.text == "aaaaa"

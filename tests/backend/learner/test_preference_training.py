@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -12,6 +13,7 @@ from marks import slow_after
 from rich.console import Console
 from test_inspection import show
 from test_preference_builders import file
+from test_view import shown as served_folder
 from tiny_backend import Served
 
 from insitu.errors import ConfigError, TrajectoryError
@@ -73,8 +75,12 @@ async def test_an_epoch_whose_candidates_are_alike_trains_nothing_and_the_run_co
     write: Any, served: Served
 ) -> None:
     path = project(write, served, "dpo", {"_type": "dpo_traj_builder", "min_score_diff": 99.0})
-    with pytest.raises(TrajectoryError, match=r"^no epoch trained anything: .* small_difference "):
+    with pytest.raises(TrajectoryError, match=r"^no epoch trained anything: .* small_difference ") as failed:
         await train(path)
+    async with served_folder(path.parent / "run") as page:
+        summary = (await page.get("run"))["summary"]
+    assert summary["status"] == "failed"
+    assert summary["error"] == f"TrajectoryError: {failed.value}", "without a file and a line of ours"
     lines = read_lines(path.parent / "run/training_metrics.jsonl")
     assert [(line["epoch"], line["num_trajectories"], line["avg_reward"]) for line in lines] == [
         (1, 0, None),
@@ -107,12 +113,19 @@ async def test_a_run_records_the_absolute_path_of_its_file(
 async def test_whole_episodes_are_paired_by_their_rewards(write: Any, served: Served) -> None:
     builder = {"_type": "dpo_from_groups", "num_generations": 4}
     path = project(write, served, "dpo", builder, workflow=ASK)
-    lines, _ = await train(path, ("finetuning.reward_function.name", "score"))
+    lines, printed = await train(path, ("finetuning.reward_function.name", "score"))
     assert [line["pairs"] for line in lines] == [2, 2]
     folder = path.parent / "run"
+    async with served_folder(folder) as page:
+        assert (await page.get("run"))["epochs"] == lines
+    said = re.findall(
+        r"^epoch (\d)/2  reward (\S+) std (\S+)  (\d+) preference pairs  variance in (\d+) % .* collect (\S+) s",
+        printed,
+        re.M,
+    )
     episodes = [line for line in read_lines(folder / "episodes.jsonl.gz") if "episode" in line]
     history = json.loads((folder / "reward_history.json").read_text())
-    for line, entry in zip(lines, history, strict=True):
+    for line, entry, words in zip(lines, history, said, strict=True):
         rows = [[e for e in episodes if (e["epoch"], e["row_id"]) == (line["epoch"], row)] for row in ("r0", "r1")]
         groups = [[e["reward"] for e in row if e["reward"] is not None] for row in rows]
         rewards = [reward for group in groups for reward in group]
@@ -122,6 +135,11 @@ async def test_whole_episodes_are_paired_by_their_rewards(write: Any, served: Se
         assert (line["min_reward"], line["max_reward"]) == (min(rewards), max(rewards))
         assert line["reward_std"] == pytest.approx(fmean(map(stdev, groups)))
         assert entry["avg_reward"] == line["avg_reward"]
+        varied = sum(len({*group}) > 1 for group in groups)
+        assert line["frac_reward_zero_std"] == 1 - varied / 2
+        pairs, collecting = 2, line["seconds"]["collect"]
+        told = [line["epoch"], fmean(rewards), fmean(map(stdev, groups)), pairs, 100 * varied / 2, collecting]
+        assert [*map(float, words)] == pytest.approx(told, rel=0.05, abs=0.05)  # they are rounded
         listed = shown(folder, "--epoch", line["epoch"])
         assert sorted(each for each in listed.values() if each.startswith("trained")) == [
             *(["trained  chosen"] * 2),

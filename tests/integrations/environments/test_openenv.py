@@ -15,13 +15,15 @@ import psutil
 import pytest
 from fake_openai import FakeOpenAI
 from fake_openenv import FakeOpenEnv
-from waiting import until
+from processes import HANGS
+from waiting import turns, until
 
 from insitu.builder import Builder
 from insitu.collect.episodes import EpisodeOptions, in_process, run_episode
 from insitu.config import load_config
 from insitu.errors import BackendUnavailable, ConfigError, WorkflowError
 from insitu.integrations.environments.openenv.served_file import serve_file
+from insitu.integrations.environments.openenv.sessions import Session
 from insitu.integrations.environments.openenv.workflow import text_of, tool_text
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
@@ -124,6 +126,47 @@ async def test_a_message_that_nothing_asked_for_shifts_no_reward(write: Any, ser
     assert fine.output["step_rewards"] == [0.5] * 3
     assert episode.reason is DropReason.WORKFLOW_ERROR
     assert "before step, a message came that nothing had asked for" in (episode.error or "")
+
+
+@asynccontextmanager
+async def session_with(environment: FakeOpenEnv) -> AsyncIterator[Session]:
+    async with environment.listening() as url, aiohttp.ClientSession() as http:
+        session = Session(await http.ws_connect(f"{url}/ws"), url, HANGS)
+        yield session
+        await session.close()
+
+
+async def test_messages_before_the_reset_are_not_its_answer() -> None:
+    environment = FakeOpenEnv()
+    environment.unasked = 1
+    async with session_with(environment) as session:
+        await until(lambda: environment.sent)
+        await turns()
+        with pytest.raises(WorkflowError, match="before reset, a message came that nothing had asked for"):
+            await session.reset({})
+
+
+async def test_a_flood_of_messages_that_nothing_asked_for_is_not_read() -> None:
+    """The server waits, with what the buffers of the connection hold; a session of it is closed all the same."""
+    environment = FakeOpenEnv()
+    environment.unasked = sys.maxsize
+
+    async def stands_still() -> bool:
+        before = environment.sent
+        await turns(100)
+        return before == environment.sent > 0
+
+    async with session_with(environment) as session:
+        await until(stands_still)
+        assert environment.sent < 1000
+        with pytest.raises(WorkflowError, match="before reset, a message came that nothing had asked for"):
+            await session.reset({})
+
+
+async def test_a_schema_that_is_too_large_is_refused(write: Any, server: FakeOpenAI) -> None:
+    async with playing(write, server, FakeOpenEnv(fields={"x" * 2**22: "string"})) as builder:
+        with pytest.raises(BackendUnavailable, match="/schema is answered with more than 4194304 bytes"):
+            await builder.get_workflow()
 
 
 async def test_a_session_sends_no_cookies_of_another(write: Any, server: FakeOpenAI) -> None:

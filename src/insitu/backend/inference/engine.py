@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from llguidance import LLMatcher
 from torch import nn
 
 from insitu.algorithms.memory_budget import KV_SHARE, SMALL_MODEL
@@ -26,7 +25,7 @@ from insitu.backend.inference.batch_shapes import BatchShapes, check_supported, 
 from insitu.backend.inference.kv_pool import BLOCK, BlockStore, KVPool, Layout
 from insitu.backend.inference.sampler import LATEST, Deliver, GenerationRequest, Sampler, WeightVersion, canonical
 from insitu.backend.inference.scheduler import Delivery, EngineOptions, Scheduler, SequenceState
-from insitu.backend.inference.structured import Grammar, GrammarCompiler
+from insitu.backend.inference.structured import SharedCompiler
 from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.model import LoadedModel, free_memory
 from insitu.disk.files import readable_bytes
@@ -67,8 +66,7 @@ class Engine(Sampler):
         self._shapes: BatchShapes | None = None
         self.pool = KVPool(0, 0)
         self._arrived = itertools.count()
-        self._grammars = GrammarCompiler(loaded.tokenizer, self.tokenizer.eos_token_ids, self.vocab_size)
-        self._compiling = asyncio.Lock()
+        self._grammars = SharedCompiler(loaded.tokenizer, self.tokenizer.eos_token_ids, self.vocab_size)
 
     async def start(self) -> None:
         """Checks the model and starts sampling; `compute` must be running."""
@@ -171,7 +169,7 @@ class Engine(Sampler):
 
         Raises RequestRefused (429) if too many sequences are waiting already, and for a grammar that is not supported.
         """
-        matchers = await self._matchers([request.params.grammar for request in requests])
+        matchers = await self._grammars.matchers([request.params.grammar for request in requests])
         self._check_in_flight(len(self._in_flight), self.options.max_in_flight)
         sequences = [
             SequenceState(*request, functools.partial(deliver, index), streamed, matcher)
@@ -194,17 +192,6 @@ class Engine(Sampler):
                 del self._in_flight[sequence]
             if not have_ended:  # the caller no longer waits for them
                 self._has_aborted = True
-
-    async def _matchers(self, grammars: list[Grammar | None]) -> list[LLMatcher | None]:
-        """A matcher for each completion with a grammar; new ones are compiled in a thread."""
-
-        def matchers() -> list[LLMatcher | None]:
-            return [None if grammar is None else self._grammars.matcher(grammar) for grammar in grammars]
-
-        if all(grammar is None or grammar in self._grammars for grammar in grammars):
-            return matchers()
-        async with self._compiling:  # others wait for it, and find what it has compiled
-            return await asyncio.to_thread(matchers)
 
     def _fail_all(self, error: BaseException) -> None:
         """Ends all completions with this error."""

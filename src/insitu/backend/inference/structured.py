@@ -3,7 +3,10 @@
 `llguidance` compiles the grammar, follows the tokens, and computes the mask of those that may come next.
 """
 
+import asyncio
 import functools
+import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -11,12 +14,15 @@ from typing import Any, Literal, NamedTuple
 import llguidance
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from insitu.errors import RequestRefused
 from insitu.formats.forced_calls import JSON_OPTIONS
 
 _CACHED_GRAMMARS = 64
+_LIMITS = LLParserLimits(max_grammar_size=20_000)
+"""The time to compile an object grows with the square of its properties: eight thousand would take a quarter of a
+minute, and more than some hundred at once cannot be followed."""
 
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
 
@@ -39,28 +45,29 @@ class GrammarCompiler:
         self._tokenizer, self._ends, self._vocab_size = tokenizer, sorted(end_token_ids), vocab_size
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
-    def __contains__(self, grammar: Grammar) -> bool:
-        """Whether it is compiled; otherwise `matcher` takes up to a second."""
-        return grammar in self._compiled
-
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """A matcher at the start of a completion.
 
         Raises RequestRefused for a grammar that is invalid or not supported.
         """
-        matcher = self._compiled.pop(grammar, None) or self._compile(grammar)
+        if grammar not in self._compiled:
+            self._keep(grammar, self.compile(grammar))
+        self._compiled.move_to_end(grammar)
+        return self._compiled[grammar].deep_copy()
+
+    def _keep(self, grammar: Grammar, matcher: LLMatcher) -> None:
         self._compiled[grammar] = matcher
-        while len(self._compiled) > _CACHED_GRAMMARS:
+        if len(self._compiled) > _CACHED_GRAMMARS:
             self._compiled.popitem(last=False)
-        return matcher.deep_copy()
 
     @functools.cached_property
     def _tokens(self) -> LLTokenizer:
         return LLTokenizer(self._tokenizer.backend_tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._ends)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """Takes up to two seconds. Raises like `matcher`."""
         try:
-            matcher = LLMatcher(self._tokens, _source(grammar), log_level=0)
+            matcher = LLMatcher(self._tokens, _source(grammar), log_level=0, limits=_LIMITS)
             problem = matcher.get_error()
         except ValueError as error:
             problem = str(error)
@@ -68,6 +75,58 @@ class GrammarCompiler:
             text = " ".join(problem.split())[:500]
             raise RequestRefused(f"{grammar.key}: {text}", param=grammar.key, code="unsupported_grammar")
         return matcher
+
+
+class SharedCompiler(GrammarCompiler):
+    """Compiles for requests that come together, in a thread: one grammar at a time, of those that wait the shortest.
+
+    A client that sends many long ones delays another's short one by the one that is being compiled.
+    """
+
+    def __init__(self, tokenizer: Any, end_token_ids: Iterable[int], vocab_size: int) -> None:
+        super().__init__(tokenizer, end_token_ids, vocab_size)
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._is_compiling = False
+
+    async def matchers(self, grammars: Iterable[Grammar | None]) -> list[LLMatcher | None]:
+        """A matcher for each completion with a grammar. Raises like `matcher`."""
+        matchers: list[LLMatcher | None] = []
+        for grammar in grammars:
+            if grammar is not None and grammar not in self._compiled:
+                await self._turn(len(grammar.text))
+                # to its end, in its turn: a thread cannot be stopped if the client leaves
+                await asyncio.shield(asyncio.create_task(self._compile_in_turn(grammar), name="compile a grammar"))
+            matchers.append(None if grammar is None else self.matcher(grammar))
+        return matchers
+
+    async def _compile_in_turn(self, grammar: Grammar) -> None:
+        try:
+            if grammar not in self._compiled:  # others may have waited for the same one
+                self._keep(grammar, await asyncio.to_thread(self.compile, grammar))
+        finally:
+            self._end_turn()
+
+    async def _turn(self, size: int) -> None:
+        """Waits until no other grammar is compiled and none of those that wait is shorter."""
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (size, next(self._numbers), mine))
+        if not self._is_compiling:
+            self._end_turn()
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if not mine.cancelled():  # it has got its turn in the same moment
+                self._end_turn()
+            raise
+
+    def _end_turn(self) -> None:
+        self._is_compiling = False
+        while self._waiting and not self._is_compiling:
+            mine = heapq.heappop(self._waiting)[-1]
+            if not mine.done():  # its client has not left
+                self._is_compiling = True
+                mine.set_result(None)
 
 
 def _source(grammar: Grammar) -> str:

@@ -84,7 +84,9 @@ class Session:
         work: servers end sessions that do not."""
         with suppress(ConnectionError):
             while (message := await self._socket.receive()).type is aiohttp.WSMsgType.TEXT:
-                self._is_out_of_step = self._is_used and not (self._is_waiting and self._answers.empty())
+                # before the first request there is the refusal of a server without a session left
+                may_come = self._is_waiting or not self._is_used
+                self._is_out_of_step = not (may_come and self._answers.empty())
                 if self._is_out_of_step:
                     return
                 self._answers.put_nowait(message)
@@ -92,8 +94,10 @@ class Session:
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> Observation:
         self._is_waiting = True
+        unasked = f"{self._url}: before {kind}, a message came that nothing had asked for"
         if self._is_out_of_step:
-            raise WorkflowError(f"{self._url}: before {kind}, a message came that nothing had asked for")
+            raise WorkflowError(unasked)
+        came_before = not self._answers.empty()
         self._is_used = True
         try:
             async with asyncio.timeout(self._timeout):
@@ -108,6 +112,8 @@ class Session:
         try:
             answer = message.json()
             if answer["type"] != "error":
+                if came_before:
+                    raise WorkflowError(unasked)
                 return Observation.model_validate(answer["data"])
             details = answer["data"]
             code, text = details.get("code"), f"{self._url}: {kind}: {details.get('message')} ({details.get('code')})"
@@ -130,7 +136,9 @@ class Session:
         finally:
             self.is_kept = self._is_waiting and not self._reading.done()
             self._reading.cancel()
-            await self._socket.close()
+            with suppress(TimeoutError):  # it reads until the server has closed it, too, which may go on sending
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._socket.close()
 
 
 async def _refuse_redirect(_: Any, __: Any, parameters: aiohttp.TraceRequestRedirectParams) -> None:
