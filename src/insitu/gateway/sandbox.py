@@ -74,7 +74,7 @@ def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | N
         is_far = entry.name.count("/") > _DEEPEST or len(os.fsencode(entry.name)) > _LONGEST
         if entry.isdev() or not is_readable or is_far:
             return None
-        entry.mtime = 0  # a fraction would have a header of its own, as long as all else of an empty file
+        entry.mtime = 0  # not read; a fractional time would double the archive of an empty file by a PAX header
         entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
         return entry
 
