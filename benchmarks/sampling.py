@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -205,7 +206,9 @@ def server(model: Path) -> Iterator[tuple[str, psutil.Process]]:
     with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().split()[-1], psutil.Process(process.pid)
+            ready = re.search(r"ready at (\S+)", process.stdout.readline())
+            assert ready is not None
+            yield ready[1], psutil.Process(process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
 

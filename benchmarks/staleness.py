@@ -26,6 +26,8 @@ WEIGHTED = {**STALE, f"{TRAINING}.truncated_importance": 2}
 CLIPPED = {**STALE, f"{TRAINING}.old_logprobs": "rollout"}
 SIX_STEPS = {f"{TRAINING}.mini_batch_size": 28}
 WARM = {f"{TRAINING}.warmup": 0.3}
+HALF = {f"{TRAINING}.learning_rate": 7.5e-4}
+"""Of the starter's rate."""
 
 
 class Arm(NamedTuple):
@@ -43,6 +45,7 @@ OTHERS = (
     Arm("`staleness: 0`, six steps a job", SIX_STEPS),
     Arm("`truncated_importance: 2`, six steps a job", WEIGHTED | SIX_STEPS),
     Arm("`truncated_importance: 2`, six steps a job, `warmup: 0.3`", WEIGHTED | SIX_STEPS | WARM),
+    Arm("`truncated_importance: 2`, six steps a job, half the rate", WEIGHTED | SIX_STEPS | HALF),
     Arm("`old_logprobs: rollout`, six steps a job", CLIPPED | SIX_STEPS),
 )
 SEEDS_OF_OTHERS = 5

@@ -23,7 +23,7 @@ from waiting import turns, until
 from insitu.backend.inference.structured import Grammar, SharedCompiler
 from insitu.backend.model import load_model
 from insitu.backend.protocols.openai.parameters import SamplingParameters
-from insitu.errors import BackendError, RequestRefused
+from insitu.errors import RequestRefused
 
 NUM_SCHEMAS = int(os.environ.get("STRUCTURED_SCHEMAS", "60"))
 MAX_TOKENS = 200
@@ -193,8 +193,9 @@ async def test_a_grammar_beyond_the_limits_of_the_library_fails_its_own_completi
         beside = engine.complete(asks(PROMPT, [params(1, 200)]))
         error, (other,) = await asyncio.gather(failing, beside, return_exceptions=True)
         (alone,) = await engine.complete(asks(PROMPT, [params(1, 200)]))
-    assert isinstance(error, BackendError)
-    assert "cannot be followed further: lexer error" in str(error)
+    assert isinstance(error, RequestRefused)
+    assert "structured_outputs: the grammar of a completion cannot be followed further: lexer error" in str(error)
+    assert (error.status, error.param, error.code) == (400, "structured_outputs", "unsupported_grammar")
     assert pairs(other) == pairs(alone)
 
 

@@ -24,7 +24,6 @@ from insitu.backend.inference.sampler import MAX_IN_FLIGHT, Completion, OutputDe
 from insitu.backend.inference.sampling import SLOT, LogitsProcessor, SamplerOutput, sample
 from insitu.backend.inference.structured import advance, allowed_tokens
 from insitu.backend.inference.tokenizer import ChatTokenizer
-from insitu.errors import BackendError
 
 
 @dataclass(frozen=True)
@@ -347,9 +346,10 @@ class Scheduler:
             best = zip(sampled.top[0][row][:count], sampled.top[1][row][:count], strict=True)
             top = [(token_id, logprob) for token_id, logprob in best if logprob > -math.inf]
         token = SampledToken(sampled.tokens[row], sampled.logprobs[row], top)
-        if sequence.matcher is not None and (problem := advance(sequence.matcher, token.id)):
+        grammar, matcher = sequence.params.grammar, sequence.matcher
+        if grammar and matcher and (refused := advance(matcher, token.id, grammar)):
             self._end(sequence)
-            return sequence, BackendError(f"the grammar of a completion cannot be followed further: {problem}")
+            return sequence, refused
         text, finish_reason = sequence.append(token, self.tokenizer, self.max_length)
         if finish_reason is not None:
             self._end(sequence)

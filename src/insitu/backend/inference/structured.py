@@ -72,8 +72,7 @@ class GrammarCompiler:
         except ValueError as error:
             problem = str(error)
         if problem:
-            text = " ".join(problem.split())[:500]
-            raise RequestRefused(f"{grammar.key}: {text}", param=grammar.key, code="unsupported_grammar")
+            raise _refused(grammar, " ".join(problem.split())[:500])
         return matcher
 
 
@@ -145,7 +144,13 @@ def allowed_tokens(matchers: Sequence[LLMatcher], vocab_size: int) -> torch.Tens
     return torch.from_numpy(bits.view(np.bool_))
 
 
-def advance(matcher: LLMatcher, token_id: int) -> str:
-    """Why a matcher cannot continue, if so: the grammar is too complex for the limits of the library."""
+def advance(matcher: LLMatcher, token_id: int, grammar: Grammar) -> RequestRefused | None:
+    """Why a matcher of `grammar` cannot continue, if so: it is too complex for the limits of the library."""
     matcher.consume_token(token_id)
-    return str(matcher.get_error()).partition("\n")[0]
+    if problem := str(matcher.get_error()).partition("\n")[0]:
+        return _refused(grammar, f"the grammar of a completion cannot be followed further: {problem}")
+    return None
+
+
+def _refused(grammar: Grammar, why: str) -> RequestRefused:
+    return RequestRefused(f"{grammar.key}: {why}", param=grammar.key, code="unsupported_grammar")
