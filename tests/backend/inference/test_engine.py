@@ -473,6 +473,20 @@ async def test_threads_do_not_share_the_columns_of_a_single_product(tmp_path):
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.parametrize(("heads", "keys", "size"), [(6, 6, 8), (4, 4, 16), (5, 5, 24), (3, 3, 36), (8, 4, 64)])
+async def test_heads_with_few_queries_do_not_depend_on_the_other_requests(tmp_path, heads, keys, size):
+    """Their products of one or two rows, which kernels may compute by the number of columns."""
+    shape = {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": size, "hidden_size": heads * size}
+    loaded = load_model(str(save_tiny_model(tmp_path, "llama", max_position_embeddings=1024, **shape)), "cpu")
+    prompts = [[random.Random(count).randrange(256) for _ in range(count)] for count in (2, 30, 61, 125, 250, 300)]
+    prompts += [[*prompts[-1], 5], [*prompts[-1][:BLOCK], 7]]
+    each, results = [params(seed, 10) for seed in range(len(prompts))], []
+    for threads in (1, 2):
+        async with running(loaded, compute=(compute := ComputeThread()), threads=threads) as engine:
+            results += [await together(engine, compute, each, prompts), await alone(engine, each, prompts)]
+    assert all(result == results[0] for result in results)
+
+
 def test_threads_that_suit_the_narrowest_layer():
     module = torch.nn.Sequential(torch.nn.Linear(256, 200), torch.nn.Linear(1000, 1))
     assert [suitable_threads(module, most) for most in (1, 2, 8, 64)] == [1, 2, 8, 8]

@@ -177,7 +177,7 @@ def _product(rows: Tensor, matrix: Tensor, size: int) -> Tensor:
 
 @functools.cache
 def _least_rows(size: int) -> int:
-    """The fewest rows of a product: one or two, unless their bits depend on the columns or on the other products.
+    """The fewest rows of a product: one or two, unless their bits depend on the columns or on where in memory they are.
 
     They are computed otherwise than three, and in half the time.
     """
@@ -186,9 +186,9 @@ def _least_rows(size: int) -> int:
 
     def agrees(rows_NRX: Tensor, matrix_NXY: Tensor) -> bool:
         whole, columns = torch.bmm(rows_NRX, matrix_NXY), range(_COLUMNS, matrix_NXY.shape[-1], _COLUMNS)
-        alone = torch.bmm(rows_NRX[-1:].expand(2, -1, -1), matrix_NXY[-1:].expand(2, -1, -1))
-        parts = ((torch.bmm(rows_NRX, matrix_NXY[..., :width]), whole[..., :width]) for width in columns)
-        return torch.equal(alone[:1], whole[-1:]) and all(torch.equal(*part) for part in parts)
+        parts = [(torch.bmm(rows_NRX, matrix_NXY[..., :width]), whole[..., :width]) for width in columns]
+        elsewhere = torch.bmm(rows_NRX[-1:].repeat(3, 1, 1), matrix_NXY[-1:].expand(3, -1, -1))
+        return all(torch.equal(*part) for part in [*parts, (elsewhere, whole[-1:].expand(3, -1, -1))])
 
     for count in (1, 2):
         query_NRD, weights_NRT = (torch.randn(8, count, each, generator=random) for each in (size, BLOCK))
