@@ -25,6 +25,7 @@ import memory
 
 HERE = Path(__file__).parent
 ROWS, GENERATIONS, CONCURRENCY, LATENCY = 500, 8, 128, 0.02
+ROUNDS = 3
 VARIANTS = ("bare openai", "insitu openai", "bare langchain", "insitu langchain")
 LIMITS = "wall and CPU at most 1.15 x the bare loop, below 20 KB an episode, first call 1.5 s, exit 1 s"
 
@@ -177,11 +178,11 @@ def stub_endpoint(latency: float) -> Iterator[str]:
         process.stdout.close()
 
 
-def measure(repeats: int = 3) -> dict[str, dict[str, float]]:
+def measure() -> dict[str, dict[str, float]]:
     """Medians of each variant; the variants take turns, so that a busy machine slows all of them."""
     with stub_endpoint(LATENCY) as url:
         seen: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
-        for _ in range(repeats):
+        for _ in range(ROUNDS):
             for variant in VARIANTS:
                 seen[variant].append(measure_once(variant, url))
     return {v: {name: statistics.median(f[name] for f in runs) for name in runs[0]} for v, runs in seen.items()}
@@ -195,7 +196,7 @@ def report() -> str:
         "## Collecting",
         "",
         f"{ROWS} rows x {GENERATIONS} generations of one call each, {CONCURRENCY} in flight, endpoint latency "
-        f"{LATENCY * 1000:.0f} ms; medians of 3 runs in turn. Asked for: {LIMITS}.",
+        f"{LATENCY * 1000:.0f} ms; medians of {ROUNDS} runs in turn. Asked for: {LIMITS}.",
         "",
         "| | wall | CPU a call | KB an episode | start to first call | last answer to exit |",
         "|---|---|---|---|---|---|",

@@ -35,9 +35,9 @@ async def serve_stub(model: str) -> None:
     from insitu.backend.model import load_model
 
     class Stub(FakeVllm):
-        def _sample(self, prompt: list[int], count: int, temperature: float) -> list[dict]:
+        def _sample(self, prompt: list[int], count: int, temperature: float, seed: int | None) -> list[dict]:
             if len(self.asked) == 1:
-                return super()._sample(prompt, count, temperature)
+                return super()._sample(prompt, count, temperature, seed)
             return [{"token_id": 65, "logprob": LOGPROB, "rank": 1, "top_logprobs": []}] * count
 
     async with Stub(load_model(model, "cpu").module) as stub:

@@ -74,10 +74,10 @@ def child(arguments: list[str]) -> None:
     from insitu.cli import main
     from insitu.runs.resume import ResumableRun
     from insitu.runs.store import RunStore
-    from insitu.training import loop
+    from insitu.training import observers
 
     spent = [0.0]
-    for owner, names in ((RunStore, ("append", "append_group", "sync", "write")), (loop, ("journal_record",))):
+    for owner, names in ((RunStore, ("append", "append_group", "sync", "write")), (observers, ("journal_record",))):
         for name in names:
             setattr(owner, name, timed(getattr(owner, name), spent))
     opened = ResumableRun.open_folder

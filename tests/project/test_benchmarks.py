@@ -1,4 +1,4 @@
-"""The benchmarks measure today's code: each with so little to do that it ends in seconds, by what it reports."""
+"""Benchmarks measure today's code: those that end in seconds if they have little to do, by what they report."""
 
 import json
 import subprocess
@@ -9,13 +9,10 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LITTLE = {
-    "collect": {"ROWS": 4, "GENERATIONS": 2, "VARIANTS": ["bare openai", "insitu openai"]},
     "control_plane": {"CALLS": 8, "WARM_UP": 4, "SIZES": [[64, 16]]},
     "gateway": {"PAIRS": 4, "CALLS": 64, "WARM_UP": 64},
     "preferences": {"ROUNDS": 1, "SHAPES": [[16, 8, 2]], "PROMPTS": 1},
     "sampling": {"REQUESTS": 8, "ROUNDS": 1, "ALONE": 1, "LENGTHS": [8]},
-    "store": {"ROWS": 2, "GENERATIONS": 4, "SHORT": 1, "LONG": 2},
-    "view": {"EPOCHS": 2, "ROWS": 100, "GENERATIONS": 2},
 }
 """What of a benchmark's constants is made small."""
 RUN = "import importlib, json, sys\n"

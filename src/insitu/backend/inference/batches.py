@@ -59,7 +59,7 @@ class DecodeBatch:
         offset_B = position_B - BLOCK * np.array([len(blocks) for blocks in blocks_B])
         self.width = windows.width  # few shapes for graphs
         if device.type == "cpu":
-            self.width = _enough(_widths(), int(offset_B.max()) + 1)
+            self.width = _enough(_widths(windows.layout.value_sizes), int(offset_B.max()) + 1)
             windows.ensure(len(blocks_B), self.width)
         self._offset_B = torch.from_numpy(offset_B).to(device)
         self._slot_B = torch.arange(len(blocks_B), device=device)
@@ -302,8 +302,10 @@ def _enough(numbers: Sequence[int], needed: int) -> int:
 
 
 @functools.cache
-def _widths() -> Sequence[int]:
+def _widths(sizes: frozenset[int]) -> Sequence[int]:
     """The widths of a window whose sums are in the order of those over a whole block, so that no other row counts.
+
+    `sizes` are those of values.
 
     Kernels add many terms in parts, whose size can depend on their number: MKL's on AMD's processors all of up to 192
     at once, but more in two halves.
@@ -315,7 +317,7 @@ def _widths() -> Sequence[int]:
         weights[..., width:] = 0
         return torch.equal(_product(weights[..., :width], values[:, :width], size), _product(weights, values, size))
 
-    shapes = list(itertools.product((1, 2, 3, 4, 7, 16), (16, 64, 128)))
+    shapes = list(itertools.product((1, 2, 3, 4, 7, 16), {64, 128} | sizes))
     widths = range(_COLUMNS, BLOCK, _COLUMNS)
     return [*(width for width in widths if all(agrees(width, *shape) for shape in shapes)), BLOCK]
 

@@ -8,6 +8,7 @@ given back to the system; on a GPU the memory of most full blocks is taken at th
 Shapes: S slots, H heads of keys, W positions of a window, D head size.
 """
 
+import functools
 import math
 import mmap
 import weakref
@@ -50,6 +51,10 @@ class Layout:
     @property
     def token_bytes(self) -> int:
         return sum(layer.heads * (layer.key_size + layer.value_size) for layer in self.layers) * self.dtype.itemsize
+
+    @functools.cached_property
+    def value_sizes(self) -> frozenset[int]:
+        return frozenset(layer.value_size for layer in self.layers)
 
     def empty(self, *sizes: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of all layers, each (*sizes, H, length, D), in one piece of memory."""
